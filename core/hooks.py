@@ -257,7 +257,9 @@ def register_speculators(registry: Registry[type[Speculator]]) -> None:
 
     Used by the worker at start (`EngineConfig.speculative_config`). Contract:
     `protocols.Speculator`, made from a `protocols.SpeculatorSetup`; it gets `protocols.KnownTokens`
-    and returns `protocols.Drafts`.
+    and returns `protocols.Drafts`. One that has weights, or reads states of the model, says so in
+    `protocols.SpeculatorNeeds`, from a `protocols.DraftSite`, and gets `protocols.ComputedTokens`
+    and `protocols.DraftRows`, too.
     """
 
 

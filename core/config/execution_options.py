@@ -15,8 +15,8 @@ class ExecutionOptions(AdapterOptions, frozen=True, kw_only=True):
     speculative_config: Annotated[
         SpeculativeConfig | None,
         doc(
-            "Speculative decoding: method (a speculator by name), num_speculative_tokens, and the "
-            "speculator's own options beside them; default: none."
+            "Speculative decoding: method (a speculator by name), model (a draft checkpoint), "
+            "num_speculative_tokens, and the speculator's own options beside them; default: none."
         ),
     ] = None
     attention_backend: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from ..errors import ConfigError
 from .annotations import doc
@@ -13,13 +14,39 @@ FIELD = "speculative_config"
 MOST_DRAFTS = 32
 
 
+class DraftLoadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`load_format` and `model_loader_extra_config` of a draft checkpoint."""
+
+    load_format: Annotated[str, doc("Weight loader by name, or auto.")] = "auto"
+    model_loader_extra_config: Annotated[dict[str, Any], doc("The loader's options.")] = {}
+
+
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which speculator proposes drafts, and how many. Names are vLLM's."""
 
-    method: Annotated[str, doc("Speculator by name.", min_length=1)]
+    method: Annotated[
+        str | None, doc("Speculator by name; default: the one that the draft checkpoint is for.")
+    ] = None
     num_speculative_tokens: Annotated[
-        int, doc("Drafts of a request in a step.", ge=1, le=MOST_DRAFTS)
-    ]
+        Annotated[int, Meta(ge=1, le=MOST_DRAFTS)] | None,
+        doc("Drafts of a request in a step; default: the checkpoint's, if it says."),
+    ] = None
+    model: Annotated[str | None, doc("Draft checkpoint: folder or hub name.")] = None
+    revision: Annotated[str | None, doc("Of the draft checkpoint.")] = None
+    quantization: Annotated[
+        str | None, doc("Method of the draft checkpoint; default: as its config.json says.")
+    ] = None
+    draft_tensor_parallel_size: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        doc("Ranks that divide the draft model: the target's (default), or 1: each has it whole."),
+    ] = None
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        doc("Longest sequence that gets drafts of a draft model; default: as long as it reads."),
+    ] = None
+    draft_load_config: Annotated[
+        DraftLoadConfig, doc("How the draft checkpoint is read, where that is not automatic.")
+    ] = DraftLoadConfig()
     options: Annotated[dict[str, Any], doc("The speculator's own.")] = {}
 
     @classmethod
@@ -32,6 +59,23 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         try:
             if others := {name: given[name] for name in given.keys() - own}:
                 fields["options"] = {**fields.get("options", {}), **others}
-            return msgspec.convert(fields, cls)
+            config = msgspec.convert(fields, cls)
         except (msgspec.ValidationError, TypeError) as error:
             raise ConfigError(f"{FIELD}: {error} (got {given!r})", param=FIELD) from None
+        if not config.method and not config.model:
+            raise ConfigError(
+                f"{FIELD}: name a method, or the model that drafts (got {given!r})", param=FIELD
+            )
+        return config
+
+    @property
+    def speculator(self) -> str:
+        """The method, once it is resolved."""
+        assert self.method is not None, "resolve_speculation comes first"
+        return self.method
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts of a row at most, once they are resolved."""
+        assert self.num_speculative_tokens is not None, "resolve_speculation comes first"
+        return self.num_speculative_tokens

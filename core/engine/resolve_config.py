@@ -29,6 +29,7 @@ from ..registration.executor_choice import choose_executor
 from ..registration.plugin_options import typed_options
 from ..registry import Plugins
 from ..text.tokenizer_files import template_texts
+from .resolve_speculation import resolve_speculation
 
 logger = logging.getLogger("jackfield.engine")
 NAMED = {
@@ -102,6 +103,7 @@ def resolve_runner(
             "it out",
             param="speculative_config",
         )
+    config = resolve_speculation(config, model_config, plugins)
     if pooling is None or pooling.causal:
         return config, model_config
     if config.attention_backend != "auto":
@@ -345,7 +347,7 @@ def check_names(config: EngineConfig, plugins: Plugins) -> None:
     if config.kv_transfer_config is not None and config.num_ranks > 1:
         name = config.kv_transfer_config.kv_connector
         check_serves_ranks(name, plugins["kv_connector"].load(name))
-    if (speculative := config.speculative_config) is not None:
+    if (speculative := config.speculative_config) is not None and speculative.method:
         schema = plugins["speculator"].load(speculative.method).options
         typed_options("", schema, speculative.options, field="speculative_config")
     choose_executor(config, plugins["executor"])

@@ -43,7 +43,7 @@ def scheduler_parts(
         parts.append(Pipeline.maker(info.num_stages))
     if config.speculative_config is not None:
         _check(config, info, speculation.NAME, "speculative_config", "verifies no drafts")
-        parts.append(Speculation.maker(config.speculative_config.num_speculative_tokens))
+        parts.append(Speculation.maker(config.speculative_config.num_drafts))
     if config.kv_compression is not None:
         _check(config, info, kv_compression.NAME, "kv_compression", "does not compact caches")
         if all(group.reach is not None for group in info.cache_groups):

@@ -38,13 +38,15 @@ def build_model(
     device: torch.device,
     operations: Operations,
     ranks: Ranks = ONE_RANK,
+    architecture: Any = None,
 ) -> nn.Module:
     """Build the architecture and fill this rank's part. Raises ConfigError, LoadError.
 
-    A quantization method's cache type is the module's `kv_cache_dtype`.
+    A quantization method's cache type is the module's `kv_cache_dtype`. architecture: class; None:
+    the registered one.
     """
     start = time.monotonic()
-    name = _registered_name(plugins, config, model_config)
+    name = _registered_name(plugins, config, model_config) if architecture is None else None
     if model_config.text_part_of is not None:
         logger.info(
             "model: of %s the text part is served, as %s: requests have no images or sound",
@@ -52,7 +54,9 @@ def build_model(
         )  # fmt: skip
     choose_loader(plugins, config, model_config)  # Before the layers are made.
     method = choose_method(plugins, config, model_config, device)
-    model = load_model(plugins, config, model_config, device, operations, ranks, method)
+    model = load_model(
+        plugins, config, model_config, device, operations, ranks, method, architecture
+    )
     with plugins["model"].calling(name, "after_loading"):
         for module in reversed(list(model.modules())):
             if hasattr(module, "after_loading"):
@@ -71,12 +75,15 @@ def load_model(
     operations: Operations,
     ranks: Ranks,
     method: QuantizationMethod | None,
+    architecture: Any = None,
 ) -> nn.Module:
-    """Return the filled architecture; if the checkpoint has a head despite tied embeddings, it is
-    rebuilt untied. Raises ConfigError, LoadError.
+    """Return the filled architecture, or class `architecture`; if the checkpoint has a head despite
+    tied embeddings, it is rebuilt untied. Raises ConfigError, LoadError.
     """
     try:
-        model = construct_model(plugins, config, model_config, device, operations, ranks, method)
+        model = construct_model(
+            plugins, config, model_config, device, operations, ranks, method, architecture
+        )
         load_weights(plugins, config, model_config, model, device, ranks)
         return model
     except OwnHead as error:
@@ -87,7 +94,9 @@ def load_model(
     untied = copy.copy(model_config.hf_config)
     untied.tie_word_embeddings = False
     model_config = replace(model_config, hf_config=untied)
-    model = construct_model(plugins, config, model_config, device, operations, ranks, method)
+    model = construct_model(
+        plugins, config, model_config, device, operations, ranks, method, architecture
+    )
     load_weights(plugins, config, model_config, model, device, ranks)
     return model
 
@@ -100,10 +109,14 @@ def construct_model(
     operations: Operations,
     ranks: Ranks,
     method: QuantizationMethod | None,
+    architecture: Any = None,
 ) -> nn.Module:
-    """Return the architecture on `device`, unloaded, with `method`'s layers. Raises ConfigError."""
-    registry = plugins["model"]
-    name = _registered_name(plugins, config, model_config)
+    """Return the architecture, or class `architecture`, on `device`, unloaded, with `method`'s
+    layers. Raises ConfigError.
+    """
+    registry, name = plugins["model"], None
+    if architecture is None:
+        name = _registered_name(plugins, config, model_config)
     build = BuildContext(
         device=device,
         dtype=model_config.dtype,
@@ -113,8 +126,10 @@ def construct_model(
         unit=getattr(method, "unit", 1),
         redundant_experts=config.eplb_config.num_redundant_experts if config.enable_eplb else None,
     )
-    architecture = registry.load(name)
-    if ranks.tensor.size > 1 and not is_tensor_parallel(registry, name):
+    divides = bool(getattr(architecture, "tensor_parallel", False))
+    if name is not None:
+        architecture, divides = registry.load(name), is_tensor_parallel(registry, name)
+    if ranks.tensor.size > 1 and not divides:
         raise ConfigError(
             f"tensor_parallel_size: {model_config.architecture} cannot be divided among ranks",
             param="tensor_parallel_size",

@@ -68,6 +68,9 @@ class WeightMap:
     in order."""
     zeros: tuple[str, ...] = ()
     """Parameters that are zeros if a checkpoint does not have them."""
+    optional: tuple[str, ...] = ()
+    """Parameters that stay as they are if a checkpoint does not have them; the module finds these
+    in its attribute `absent`."""
     ignored: tuple[str, ...] = ()
     """Starts of names (after `prefixes`) that may be left over where the model has no place."""
     text_part: bool = False
@@ -311,7 +314,7 @@ class ParameterFiller:
                 f"tensor {name!r} has shape {tuple(tensor.shape)}, the model's is "
                 f"{tuple(into.shape)}"
             )
-        if not tensor.is_floating_point():
+        if tensor.is_floating_point() != into.is_floating_point():
             raise LoadError(f"tensor {name!r} holds {tensor.dtype}, and the model is not quantized")
         self.tied.add_embedding(parameter_name, whole, tensor)
         into.copy_(tensor)
@@ -385,6 +388,10 @@ class ParameterFiller:
             if (name, None) in self.missing:
                 self.parameters[name].data.zero_()
                 self.missing.discard((name, None))
+        absent = {name for name, _ in self.missing if name in self.weight_map.optional}
+        if self.weight_map.optional:
+            self.model.absent = frozenset(absent)  # type: ignore[assignment]
+        self.missing = {each for each in self.missing if each[0] not in absent}
         missing = self.wanted()
         if missing:
             raise LoadError(f"missing tensors: {listed(missing)}")

@@ -44,6 +44,8 @@ class Attention(nn.Module):
         self.layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.operations = build.operations
         self.kv_cache = None
+        self.cache: Mapping[str, torch.Tensor] = {}
+        """What `bind` was given."""
         self.cache_format = None
         self.group = 0
         self.query_ring = None
@@ -66,6 +68,7 @@ class Attention(nn.Module):
         """Use this cache: the parts of `cache_spec` by name, each [count, num_blocks, block_size,
         *shape]."""
         quantized = "scales" in parts
+        self.cache = parts
         self.kv_cache = QuantizedCache.of(parts) if quantized else parts["kv"]
 
     def forward(

@@ -13,7 +13,7 @@ import torch
 from ..parallel.expert_share import ExpertShare
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import even_slice
-from ..parts import encoder_decoder, kv_compression
+from ..parts import encoder_decoder, kv_compression, speculation
 from ..protocols.attention import AttentionBackend, PagedBackend
 from .operations import Operations
 from .ragged import RaggedRows
@@ -193,6 +193,22 @@ class QueryPlaces(NamedTuple):
     """[K] int64: index into a layer's ring. Those that are not kept share a place."""
 
 
+class Taps(NamedTuple):
+    """Inputs of layers that a speculator reads, kept while the target's step is computed."""
+
+    columns: Mapping[int, slice]
+    """Layer → its columns."""
+    states: torch.Tensor
+    """[most tokens, number of taps * hidden_size]"""
+
+    def keep(self, layer: int, hidden: torch.Tensor) -> None:
+        """Copy what enters a layer, [num_tokens, hidden_size], if it is read. A recorded step may
+        have more tokens than a step, as padding."""
+        if (columns := self.columns.get(layer)) is not None:
+            count = min(len(hidden), len(self.states))
+            self.states[:count, columns].copy_(hidden[:count])
+
+
 class GroupContext(NamedTuple):
     """Data that the layers of one cache group share in a step."""
 
@@ -248,6 +264,11 @@ class ForwardContext:
     def query_places(self) -> QueryPlaces | None:
         """Where the step's queries are kept, for KV compression; None: nowhere."""
         return self.parts.get(kv_compression.NAME)
+
+    @property
+    def taps(self) -> Taps | None:
+        """Set if a speculator reads layers' inputs."""
+        return self.parts.get(speculation.NAME)
 
     @property
     def source(self) -> SourceContext | None:

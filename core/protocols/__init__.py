@@ -49,7 +49,17 @@ from .parsers import (
 )
 from .parts import PartSetup, StepPart
 from .quantization import QuantizationMethod
-from .speculators import Drafts, KnownTokens, RequestText, Speculator, SpeculatorSetup
+from .speculators import (
+    ComputedTokens,
+    DraftRows,
+    Drafts,
+    DraftSite,
+    KnownTokens,
+    RequestText,
+    Speculator,
+    SpeculatorNeeds,
+    SpeculatorSetup,
+)
 
 __all__ = [
     "AdapterFormat",
@@ -67,8 +77,11 @@ __all__ = [
     "ChosenTokens",
     "Collectives",
     "CollectivesSetup",
+    "ComputedTokens",
     "Content",
     "Dispatched",
+    "DraftRows",
+    "DraftSite",
     "Drafts",
     "EngineHosts",
     "EngineProcess",
@@ -107,6 +120,7 @@ __all__ = [
     "RequestText",
     "SchedulePolicy",
     "Speculator",
+    "SpeculatorNeeds",
     "SpeculatorSetup",
     "StepPart",
     "ToolCallArguments",

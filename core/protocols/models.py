@@ -45,6 +45,9 @@ class Model(Protocol):
     """Kinds of the fields of config.json that the family has of its own (`protocols.field_kinds`):
     a wrong value is refused by its name before anything is built. Those of base classes count, too.
     Optional."""
+    taps: ClassVar[bool]
+    """Whether `forward` passes each layer's input to `context.taps`, if that is there. Optional;
+    without it, false, and speculators that read them do not serve it."""
     graph_safe: ClassVar[bool]
     """False: steps are launched, never recorded, because `forward` may wait for the device.
     Optional; without it, true."""
@@ -73,6 +76,10 @@ class Model(Protocol):
     def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
         """hidden: [num_rows, hidden_size], or a tuple as `forward` returned, of some rows; may be
         overwritten → logits [num_rows, vocab_size], any float dtype."""
+
+    def last_states(self, hidden: HiddenStates) -> torch.Tensor:
+        """hidden: as `compute_logits` gets it, not to be overwritten → states after the final norm,
+        [num_rows, hidden_size]. Optional; for speculators that read them."""
 
     def after_loading(self) -> None:
         """Derive weights from others; called once, when every parameter is filled. Optional;

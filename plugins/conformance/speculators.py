@@ -4,7 +4,9 @@
         name = "mine"                               # as registered
         own_options = {"lookback": 3}               # if it needs any
 
-The kit does not judge how many of its drafts a model would say.
+Its target is the embedded model. A speculator that reads last hidden states gets random ones; one
+whose model attends, or that reads inputs of layers, is judged by an engine alone. The kit does not
+judge how many drafts a model would say.
 """
 
 from __future__ import annotations
@@ -16,22 +18,32 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 import torch
+from torch import nn
 
 from ...core.config import EngineConfig
 from ...core.engine.async_engine import AsyncEngine
+from ...core.loading.build import build_model
+from ...core.loading.model_config import ModelConfig, resolve_model_config
+from ...core.nn.context import ForwardContext
+from ...core.nn.operations import Operations
 from ...core.protocols.speculators import (
     Drafts,
+    DraftSite,
     KnownTokens,
     RequestText,
     Speculator,
+    SpeculatorNeeds,
     SpeculatorSetup,
 )
 from ...core.sampling_params import OutputKind, SamplingParams
+from ...core.worker.selection import cache_layers
 from .kit import Kit
 
 VOCAB_SIZE = 40
 NUM_SLOTS = 6
 MAX_MODEL_LEN = 64
+HIDDEN_SIZE = 192
+"""The embedded model's."""
 
 
 class SpeculatorKit(Kit):
@@ -39,31 +51,73 @@ class SpeculatorKit(Kit):
 
     kind = "speculator"
     own_options: ClassVar[dict[str, Any]] = {}
-    """Keys of `speculative_config` besides `method` and `num_speculative_tokens`."""
+    """Keys of `speculative_config` besides `method` and `num_speculative_tokens`; with `model`, the
+    folder of its checkpoint."""
+
+    def site(self, num_drafts: int) -> DraftSite:
+        """Return what the speculator's needs may depend on."""
+        speculator_class, plugins = self.registered(), self.plugins()
+        config, operations = EngineConfig(device="cpu", dtype="float32"), Operations()
+        target_config = resolve_model_config(config, plugins)
+
+        def load(model_config: ModelConfig, architecture: Any = None) -> nn.Module:
+            return build_model(
+                plugins, config, model_config, torch.device("cpu"), operations,
+                architecture=architecture,
+            )  # fmt: skip
+
+        options = dict(self.own_options)
+        draft_config = None if speculator_class.checkpoint == "none" else target_config
+        if (model := options.pop("model", None)) is not None:
+            own = msgspec.structs.replace(config, model=str(model))
+            draft_config = resolve_model_config(own, plugins)
+        return DraftSite(
+            options=msgspec.convert(options, speculator_class.options),
+            num_drafts=num_drafts,
+            target=load(target_config),
+            target_config=target_config,
+            draft_config=draft_config,
+            load=load,
+        )
+
+    def needs(self, num_drafts: int = 4) -> SpeculatorNeeds:
+        needs: SpeculatorNeeds = self.registered().needs(self.site(num_drafts))
+        return needs
 
     def make(self, num_drafts: int = 4) -> Speculator:
-        """Create the speculator as the worker does."""
+        """Create the speculator as the worker does. Skips the test if it cannot be called alone."""
         speculator_class = self.registered()
+        options = {name: value for name, value in self.own_options.items() if name != "model"}
+        needs = SpeculatorNeeds()
+        if speculator_class.needs.__func__ is not Speculator.needs.__func__:  # type: ignore[attr-defined]
+            needs = self.needs(num_drafts)
+        if needs.taps or (needs.model is not None and cache_layers(needs.model)):
+            pytest.skip("it is called by an engine alone")
         setup = SpeculatorSetup(
             num_drafts=num_drafts,
-            options=msgspec.convert(self.own_options, speculator_class.options),
+            options=msgspec.convert(options, speculator_class.options),
             vocab_size=VOCAB_SIZE,
             max_model_len=MAX_MODEL_LEN,
             num_slots=NUM_SLOTS,
             device=torch.device("cpu"),
+            hidden_size=HIDDEN_SIZE,
+            model=needs.model,
         )
         speculator: Speculator = speculator_class(setup)
         return speculator
 
     def tokens(self, seed: int, slots: list[int], lengths: list[int]) -> KnownTokens:
-        """Return rows of few different tokens, so that they repeat themselves."""
+        """Return rows of few different tokens, so that they repeat themselves, each with a hidden
+        state."""
         draw = torch.Generator().manual_seed(seed)
         kinds = 2 + seed % 4
         shape = (NUM_SLOTS + 1, MAX_MODEL_LEN + 9)
         history = torch.randint(0, kinds, shape, generator=draw, dtype=torch.int32)
+        hidden = torch.randn(len(slots), HIDDEN_SIZE, generator=draw)
         return KnownTokens(
-            history * (VOCAB_SIZE // kinds), torch.tensor(slots), torch.tensor(lengths)
-        )
+            history * (VOCAB_SIZE // kinds), torch.tensor(slots), torch.tensor(lengths), hidden,
+            LikeliestRows(torch.tensor(lengths)),
+        )  # fmt: skip
 
     @staticmethod
     def begin(speculator: Speculator, tokens: KnownTokens, sharing: int = 1) -> None:
@@ -109,14 +163,15 @@ class SpeculatorKit(Kit):
     def test_tokens_are_read_and_not_changed(self) -> None:
         speculator = self.make()
         tokens = self.tokens(1, [0, 2, 4], [30, 12, MAX_MODEL_LEN])
-        before = [part.clone() for part in tokens]
+        parts = [part for part in tokens if isinstance(part, torch.Tensor)]
+        before = [part.clone() for part in parts]
         self.asked(speculator, tokens)
         self.end(speculator, tokens)
-        assert all(map(torch.equal, tokens, before))
+        assert all(map(torch.equal, parts, before))
 
     def test_drafts_depend_on_the_tokens_of_their_row_alone(self) -> None:
-        """Not on what is behind them in the history, on other rows, the slot, or earlier calls for
-        requests without an output."""
+        """And on its hidden state; not on what is behind them in the history, on other rows, the
+        slot, or earlier calls for requests without an output."""
         speculator = self.make()
         for seed in range(8):
             lengths = [9 + seed, 50, 33, 20]
@@ -128,7 +183,11 @@ class SpeculatorKit(Kit):
                 history = (tokens.history + 1) % VOCAB_SIZE
                 slot = (int(tokens.slots[row]) + 3) % NUM_SLOTS
                 history[slot, :length] = own
-                alone = KnownTokens(history, torch.tensor([slot]), torch.tensor([length]))
+                assert tokens.hidden is not None, "rows have a state each"
+                alone = KnownTokens(
+                    history, torch.tensor([slot]), torch.tensor([length]),
+                    tokens.hidden[row : row + 1], LikeliestRows(torch.tensor([length])),
+                )  # fmt: skip
                 assert self.kept(self.asked(speculator, alone)) == [together[row]]
                 self.end(speculator, alone)
                 # Some speculators hand out a buffer, which the call before has filled.
@@ -183,6 +242,23 @@ class SpeculatorKit(Kit):
         finally:
             logger.removeHandler(errors)
         assert not errors.messages, errors.messages
+
+
+class LikeliestRows:
+    """`DraftRows` of speculators whose model does not attend; the likeliest token is chosen."""
+
+    def __init__(self, lengths: torch.Tensor) -> None:
+        self.last = torch.arange(len(lengths))
+        self._lengths = lengths
+
+    def positions(self, number: int) -> torch.Tensor:
+        return self._lengths - 1 + number
+
+    def context(self, number: int) -> ForwardContext:
+        raise NotImplementedError("no layer of its model attends")
+
+    def choose(self, logits: torch.Tensor, number: int) -> torch.Tensor:
+        return logits.argmax(dim=-1)
 
 
 class _Errors(logging.Handler):

@@ -46,6 +46,13 @@ def _shapes(module: nn.Module) -> Iterator[Any]:
         yield name, tensor.shape, tensor.dtype
 
 
+def _copies(hidden: HiddenStates) -> HiddenStates:
+    """Return states that may be overwritten."""
+    if isinstance(hidden, torch.Tensor):
+        return hidden.clone()
+    return tuple(part.clone() for part in hidden)
+
+
 def _divides(block: nn.Module) -> bool:
     """Whether a block's attention can be computed without the rest."""
     if not isinstance(block, Block) or not block.divides:
@@ -60,12 +67,16 @@ class Decoder(nn.Module):
     pipeline_parallel: ClassVar[bool] = True
     """Whether `forward` does its part on each stage. Of a class with a `forward` of its own it is
     False unless the class says otherwise."""
+    taps: ClassVar[bool] = True
+    """Whether `forward` keeps the layers' inputs that are asked for (`ForwardContext.taps`); as
+    `pipeline_parallel`."""
     unfinished: bool = False
     """Whether `forward` leaves what follows the last layer's attention to `finish`."""
 
     def __init_subclass__(cls) -> None:
-        if "forward" in vars(cls) and "pipeline_parallel" not in vars(cls):
-            cls.pipeline_parallel = False
+        for fact in ("pipeline_parallel", "taps") if "forward" in vars(cls) else ():
+            if fact not in vars(cls):
+                setattr(cls, fact, False)
 
     @of_fields(BlockParts, with_layer=False)
     def __init__(self, parts: BlockParts) -> None:
@@ -102,8 +113,16 @@ class Decoder(nn.Module):
             hidden = self.embed(input_ids, context.positions)
         layers = self.stage_layers()
         last = layers.pop() if self.unfinished else None
-        for layer, rotary in self.unlike_layers() if context.precompiling else layers:
+        taps = None if context.precompiling else context.taps
+        first = self.own_layers.start
+        for number, (layer, rotary) in enumerate(
+            self.unlike_layers() if context.precompiling else layers, first
+        ):
+            if taps is not None:
+                taps.keep(number, hidden)
             hidden = layer(hidden, rotary, context)
+        if taps is not None:
+            taps.keep(first + len(layers), hidden)
         if last is None:
             return hidden
         layer, rotary = last
@@ -211,6 +230,8 @@ class HeadlessLM(nn.Module):
     ranks divide, or does not add what they compute, says False."""
     pipeline_parallel: ClassVar[bool] = True
     """Whether stages can have its layers: all work is that of a decoder's that can."""
+    taps: ClassVar[bool] = True
+    """Whether speculators can read its layers' inputs, likewise."""
     weight_map: WeightMap = WeightMap(
         stacked={
             **QKV_SHARDS,
@@ -227,7 +248,9 @@ class HeadlessLM(nn.Module):
     """Fields that no model of this family's in `transformers` reads, if a file has them."""
 
     def __init_subclass__(cls) -> None:
-        cls.pipeline_parallel = cls.forward is HeadlessLM.forward and cls.decoder.pipeline_parallel
+        plain = cls.forward is HeadlessLM.forward
+        cls.pipeline_parallel = plain and cls.decoder.pipeline_parallel
+        cls.taps = plain and cls.decoder.taps
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
@@ -314,6 +337,11 @@ class CausalLM(HeadlessLM):
     def output_embeddings(self) -> Embedding:
         """The head: the model's own, or the embeddings that it shares."""
         return head_of(self, self.model.embed_tokens)
+
+    def last_states(self, hidden: HiddenStates) -> torch.Tensor:
+        """Rows of `forward`'s result, unchanged → states after the last norm, [num_rows,
+        hidden_size]"""
+        return self.pooling_states(self.model.finish(_copies(hidden)))
 
     def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
         """Rows of `forward`'s result → [num_rows, vocab_size]"""

@@ -58,7 +58,7 @@ class Ngram(Speculator):
         self._launches = _launches and setup.device.type == "cuda"
 
     def propose(self, tokens: KnownTokens) -> Drafts:
-        arguments: tuple[Any, ...] = (*tokens, self._least, self._most, self._num_drafts)
+        arguments: tuple[Any, ...] = (*tokens[:3], self._least, self._most, self._num_drafts)
         if self._launches:
             return Drafts(*lookup_ngrams(*arguments))
         return Drafts(*lookup(*arguments, longest=self._longest))

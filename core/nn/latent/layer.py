@@ -53,6 +53,8 @@ class LatentAttention(nn.Module):
         self.operations = build.operations
         self.latent_cache = self.index_cache = None
         self.query_ring = self.absorbed = None
+        self.cache: Mapping[str, torch.Tensor] = {}
+        """What `bind` was given."""
         self.group = 0
 
     def cache_spec(self, dtype: torch.dtype) -> TokenCache:
@@ -66,6 +68,7 @@ class LatentAttention(nn.Module):
     def bind(self, parts: Mapping[str, torch.Tensor]) -> None:
         """Use this cache: the parts of `cache_spec` by name, each [1, num_blocks, block_size,
         *shape]."""
+        self.cache = parts
         self.latent_cache = parts["latent"][0]
         if self.index_dim is not None:
             self.index_cache = parts["index"][0]

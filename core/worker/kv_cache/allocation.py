@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -51,16 +51,24 @@ def bind_cache(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    own_blocks: Mapping[CacheLayer, int] | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """Allocate the cache; layers at the same index of different groups share memory, but no blocks.
     Return the parts at each index.
+
+    own_blocks: of layers that have more at the end than those of requests.
     """
+    more: dict[int, int] = {}
+    for group in groups:
+        for place, index in enumerate(group.layers):
+            extra = (own_blocks or {}).get(layers[index], 0)
+            more[place] = max(extra, more.get(place, 0))
     shared: list[dict[str, torch.Tensor]] = []
     for number, group in enumerate(groups):
         for place, layer in enumerate(layers[index] for index in group.layers):
             if place == len(shared):
                 spec = layer.cache_spec(dtype)
-                shared.append(allocate_cache(spec, num_blocks, block_size, device))
+                shared.append(allocate_cache(spec, num_blocks + more[place], block_size, device))
             layer.group = number
             layer.bind(shared[place])
     return shared

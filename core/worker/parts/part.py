@@ -149,6 +149,11 @@ class PartNeeds:
     most."""
     batch: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `PersistentBatch`."""
+    model: nn.Module | None = None
+    """A loaded model besides the engine's, whose attention layers join the cache."""
+    own_blocks: int = 0
+    """Blocks of these layers, per slot and group, besides those of requests: at the end of a cache,
+    those of the scratch slot last."""
 
 
 @dataclass(frozen=True)
@@ -206,3 +211,5 @@ class PartSite:
     sampling: SamplingState
     make_backend: Callable[[int], PagedBackend]
     """Number of rows → an attention backend for that many, of the chosen class."""
+    layers_backend: Callable[[Sequence[CacheLayer]], PagedBackend]
+    """Layers of a `PartNeeds.model` → an attention backend for them."""

@@ -9,7 +9,7 @@ host learns the numbers of accepted and new drafts one step late.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,18 +18,22 @@ import numpy as np
 import torch
 
 from ...config.speculative_config import FIELD
+from ...nn.context import Taps
 from ...nn.operations import Operations
 from ...nn.step_operations.drafts import DraftTables
 from ...parts.speculation import NAME, DraftPlan, DraftResult, DraftStart
 from ...protocols.attention import PagedBackend
+from ...protocols.models import HiddenStates
 from ...protocols.speculators import Drafts, KnownTokens, RequestText, Speculator, SpeculatorSetup
 from ...registration.plugin_options import typed_options
 from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
-from ..batch import LogitRows, StepRows
+from ..batch import LogitRows, StepInputs, StepRows
 from ..launched_step import DraftCounts, LaunchedStep
 from ..packing import PackedUpload
 from ..sampling.sampling_state import SamplingState
 from ..slot_table import SlotTable
+from .draft_model import draft_needs, draft_passes
+from .draft_passes import DraftPasses, own_blocks
 from .drafted_route import DraftedRoute
 from .part import PartNeeds, PartSite, PartStart, Report, Route, StartContext, WorkerPart
 
@@ -46,31 +50,47 @@ class SpeculationStart(PartStart):
         config = start.config.speculative_config
         assert config is not None, "no speculator is configured"
         self._start, self._config = start, config
+        self._speculator_class = start.plugins["speculator"].load(config.speculator)
+        self._options = typed_options(
+            "", self._speculator_class.options, config.options, field=FIELD
+        )
+        self._needs, self._layers = draft_needs(start, self._speculator_class, self._options)
+        self._passes: DraftPasses | None = None
         self.needs = PartNeeds(
-            refuses=backend_refusal, batch={"num_drafts": config.num_speculative_tokens}
+            refuses=backend_refusal,
+            batch={"num_drafts": config.num_drafts},
+            model=self._needs.model,
+            own_blocks=own_blocks(config.num_drafts, start.config.block_size),
         )
 
     def make(self, site: PartSite) -> Speculation:
         config, table, registry = self._config, site.batch.table, self._start.plugins["speculator"]
-        speculator_class = registry.load(config.method)
         setup = SpeculatorSetup(
-            num_drafts=config.num_speculative_tokens,
-            options=typed_options("", speculator_class.options, config.options, field=FIELD),
+            num_drafts=config.num_drafts,
+            options=self._options,
             vocab_size=site.sampling.vocab_size,
             max_model_len=site.batch.max_model_len,
             num_slots=table.num_slots,
             device=table.storage.device,
+            hidden_size=self._start.model_config.hidden_size,
+            model=self._needs.model,
         )
-        with registry.calling(config.method, "its constructor"):
-            speculator: Speculator = speculator_class(setup)
+        with registry.calling(config.speculator, "its constructor"):
+            speculator: Speculator = self._speculator_class(setup)
+        self._passes = draft_passes(self._start, site, self._needs, self._layers)
         return Speculation(
             speculator,
-            registry.described(config.method),
+            registry.described(config.speculator),
             table=table,
             sampling=site.sampling,
             operations=self._start.operations,
             num_drafts=setup.num_drafts,
+            passes=self._passes,
         )
+
+    def bind(self, caches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        if self._passes is not None:
+            self._passes.bind()
 
 
 def backend_refusal(backend: type[PagedBackend]) -> str | None:
@@ -115,8 +135,12 @@ class Speculation(WorkerPart):
         sampling: SamplingState,
         operations: Operations,
         num_drafts: int,
+        passes: DraftPasses | None = None,
     ) -> None:
-        """`who`: for messages; `num_drafts`: most per row."""
+        """`who`: for messages; `num_drafts`: most per row; `passes`: of a speculator that needs
+        more than tokens.
+        """
+        self._passes = passes
         self._speculator: Speculator | None = speculator
         self._who = who
         self._table = table
@@ -159,7 +183,15 @@ class Speculation(WorkerPart):
         if isinstance(part, DraftPlan):
             self._table.shorten(part.rejections)
 
+    def context(self, inputs: StepInputs) -> Taps | None:
+        return None if self._passes is None else self._passes.states.layers
+
+    def computed(self, inputs: StepInputs, hidden: HiddenStates) -> None:
+        if self._passes is not None:
+            self._passes.states.keep(inputs, hidden)
+
     def sampled(self, plan: StepPlan, output: dict[str, torch.Tensor], rows: Sequence[int]) -> None:
+        self._observe(plan)
         self._proposal_rows = self.proposal_rows(plan)
         if self._proposal_rows:
             proposed = self.propose([plan.slots[row] for row in self._proposal_rows])
@@ -240,11 +272,21 @@ class Speculation(WorkerPart):
             if samples and not alone(slot)
         ]
 
+    def _observe(self, plan: StepPlan) -> None:
+        """Let a speculator with needs read what the step has computed."""
+        if self._passes is None or self._speculator is None or not plan.slots:
+            return
+        step = self._passes.whole(plan, self._table.length_bounds[list(plan.slots)])
+        with self._guarded():
+            self._speculator.observe(step)
+
     def propose(self, slots: Sequence[int]) -> torch.Tensor | None:
         """Put drafts after these slots' tokens → [len(slots)] int32 numbers; None: the speculator
-        has failed.
+        has failed. Of a speculator with needs, slots of `proposal_rows`.
         """
         tokens = self._known_tokens(slots)
+        if self._passes is not None:
+            tokens = self._passes.known(tokens, self._proposal_rows)
         drafts = self._proposed(tokens)
         if drafts is None:
             return None
@@ -280,18 +322,35 @@ class Speculation(WorkerPart):
                     f"propose gave token_ids and counts of {shapes[0]} and {shapes[1]}, for "
                     f"{num_rows} rows of {self._num_drafts} drafts"
                 )
-            return drafts
+            return drafts if self._passes is None else self._passes.within(drafts, tokens.lengths)
         return None
 
     def warm_up(self) -> None:
         """Propose for the scratch slot and verify, compiling kernels."""
-        self.propose([self._table.scratch_slot])
+        scratch = self._table.scratch_slot
+        if self._passes is None:
+            self.propose([scratch])
+        else:
+            self._warm_up_passes(scratch)
         slots = torch.full((1,), self._table.scratch_slot, device=self._device)
         chosen = torch.zeros(1, dtype=torch.int32, device=self._device)
         starts = torch.arange(2, dtype=torch.int32, device=self._device)
         self._operations.verify_drafts(
             chosen, chosen, starts, slots, self._tables, self._num_drafts
         )
+
+    def _warm_up_passes(self, scratch: int) -> None:
+        """Run one step's passes for the scratch slot, whose blocks are the null block."""
+        assert self._passes is not None, "the speculator has no passes"
+        plan = StepPlan(step=-1, slots=(scratch,), num_tokens=(1,), samples=(True,))
+        self._passes.states.positions.zero_()
+        self._table.lengths[scratch] = 1
+        if self._speculator is not None:
+            self._speculator.observe(self._passes.whole(plan, np.ones(1, dtype=np.int32)))
+        self._proposal_rows = [0]
+        self.propose([scratch])
+        self._proposal_rows = []
+        self._table.lengths[scratch] = 0
 
 
 def _numbers(step: LaunchedStep, rows: Sequence[int]) -> list[int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -28,11 +30,12 @@ from ...registry import Plugins
 from ..batch import STEPS_IN_FLIGHT, PersistentBatch
 from ..graphs.recorder import Recorder
 from ..kv_cache.allocation import bind_cache, form_cache_groups
-from ..kv_cache.formats import QUANTIZED_WRITES, choose_formats
-from ..kv_cache.memory import CacheDemand, bytes_per_block, num_kv_blocks
+from ..kv_cache.formats import QUANTIZED_WRITES, CacheFormats, choose_formats
+from ..kv_cache.memory import CacheDemand, bytes_per_block, bytes_per_token, num_kv_blocks
 from ..kv_cache.scales import to_be_scaled, unscaled
 from ..parts.adapters import AdaptersStart
 from ..parts.part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
+from ..parts.speculation import backend_refusal
 from ..parts.states import StatesStart
 from ..pooling_runner import PoolingRunner
 from ..runner import ModelRunner
@@ -40,7 +43,7 @@ from ..sampling.masks import grammar_masks
 from ..sampling.processors import Processors
 from ..sampling.sampler import Sampler
 from ..sampling.sampling_state import SamplingState
-from ..selection import backend_kind, cache_layers, keys_and_values
+from ..selection import CacheLayer, backend_kind, cache_layers, keys_and_values
 from .attention import ChosenBackend, choose_attention
 from .cache_room import CacheRoom
 from .parts import start_parts
@@ -192,6 +195,8 @@ class WorkerStart:
             formats=formats,
             needs=needs,
         )
+        own_blocks = self._layers_of_parts(needs)
+        layers = [*layers, *own_blocks]
         cache_specs = [layer.cache_spec(kv_dtype) for layer in layers]
         states = next((start.states for start in starts if isinstance(start, StatesStart)), None)
         stage_facts = StageFacts(
@@ -204,7 +209,11 @@ class WorkerStart:
         max_model_len = self.model_config.max_model_len
         all_groups = form_cache_groups(stages.specs, refusal, config, max_model_len)
         groups = stages.own(all_groups)
-        held_bytes = sum(need.nbytes for need in needs)
+        own_blocks = {layer: count * len(groups) for layer, count in own_blocks.items()}
+        held_bytes = sum(need.nbytes for need in needs) + sum(
+            count * config.block_size * bytes_per_token(layer.cache_spec(kv_dtype))
+            for layer, count in own_blocks.items()
+        )
         demand = CacheDemand(
             groups=(*all_groups, *[CacheGroup()] * sum(need.extra_tables for need in needs)),
             block_bytes=bytes_per_block(cache_specs, groups, config.block_size),
@@ -213,22 +222,28 @@ class WorkerStart:
             max_chunk=self._max_num_batched_tokens,
         )
         length = room.length_of_tables(demand, held_bytes)
-        for module in model.modules():
-            if isinstance(module, Rotary):
-                module.fill(length)
-        backend = self._backend(chosen, length, config.max_num_seqs)
         sizes = {name: size for need in needs for name, size in need.batch.items()}
+        further = length + sizes.get("num_drafts", 0)
+        models = [need.model for need in needs if need.model is not None]
+        for positions, modules in ((length, [model]), (further, models)):
+            for module in itertools.chain(*(each.modules() for each in modules)):
+                if isinstance(module, Rotary):
+                    module.fill(positions)
+        backend = self._backend(chosen, length, config.max_num_seqs)
         batch = self._batch(operations, length, num_groups=len(groups), **sizes)
         runner: ModelRunner | PoolingRunner
         if self.model_config.pooling is not None:
             runner = self._pooling_runner(model, backend, batch, starts)
         else:
             runner = self._model_runner(
-                model, backend, batch, starts, lambda rows: self._backend(chosen, length, rows)
-            )
+                model, backend, batch, starts,
+                make_backend=lambda rows: self._backend(chosen, length, rows),
+                layers_backend=lambda own: self._layers_backend(own, chosen, further),
+            )  # fmt: skip
         graphs = self._graphs(runner)
         warmup = self._warmup(runner)
-        self._bind(starts, bind_cache(layers, groups, 2, config.block_size, kv_dtype, device))
+        caches = bind_cache(layers, groups, 2, config.block_size, kv_dtype, device, own_blocks)
+        self._bind(starts, caches)
         with self.ranks.pause():
             # How much there is to compile depends on this host's files.
             warmup.precompile(operations, graphs)
@@ -237,7 +252,9 @@ class WorkerStart:
         fitting = None
         if config.max_model_len == "auto":
             fitting = min(length, demand.longest_of(num_blocks))
-        caches = bind_cache(layers, groups, num_blocks, config.block_size, kv_dtype, device)
+        caches = bind_cache(
+            layers, groups, num_blocks, config.block_size, kv_dtype, device, own_blocks
+        )
         self._bind(starts, caches)
         warmup.warm_up()
         for part in runner.parts:
@@ -254,7 +271,7 @@ class WorkerStart:
             dtype=str(self.model_config.dtype).removeprefix("torch."),
             attention_backend=chosen.name,
             attention_reason=chosen.reason,
-            weight_bytes=weight_bytes,
+            weight_bytes=weight_bytes + sum(map(_weight_bytes, models)),
             kv_cache_bytes=num_blocks * demand.block_bytes + held_bytes,
             load_seconds=load_seconds,
             num_stages=self.ranks.pipeline.size,
@@ -278,6 +295,30 @@ class WorkerStart:
                 max_model_len=max_model_len,
             )
             return chosen.backend_class.create(setup)
+
+    def _layers_of_parts(self, needs: Sequence[PartNeeds]) -> dict[CacheLayer, int]:
+        """Return the layers of parts' models that join the cache, with their own blocks."""
+        own_blocks = {}
+        for need in needs:
+            for layer in () if need.model is None else cache_layers(need.model):
+                if isinstance(layer, Attention):
+                    layer.cache_format = self.model_config.dtype
+                own_blocks[layer] = need.own_blocks * (self.config.max_num_seqs + 1)
+        return own_blocks
+
+    def _layers_backend(
+        self, layers: Sequence[CacheLayer], chosen: ChosenBackend, max_model_len: int
+    ) -> PagedBackend:
+        """Return a backend for layers of a part's model: the target's, if it serves them."""
+        kind, dtype = backend_kind(layers), self.model_config.dtype
+        specs, needs = [layer.spec for layer in layers], [PartNeeds(refuses=backend_refusal)]
+        formats = CacheFormats(dtype, (), None)
+        name = chosen.name if kind == chosen.kind else "auto"
+        config = msgspec.structs.replace(self.config, attention_backend=name)
+        own = choose_attention(
+            self.plugins, config, kind, specs, self.device, dtype, formats=formats, needs=needs
+        )
+        return self._backend(own, max_model_len, self.config.max_num_seqs)
 
     @staticmethod
     def _bind(starts: Sequence[PartStart], caches: Sequence[Mapping[str, torch.Tensor]]) -> None:
@@ -336,7 +377,7 @@ class WorkerStart:
         backend: PagedBackend,
         batch: PersistentBatch,
         starts: Sequence[PartStart],
-        make_backend: Callable[[int], PagedBackend],
+        **backends: Any,
     ) -> ModelRunner:
         config, vocab_size, device = self.config, self.model_config.vocab_size, self.device
         history = batch.table.token_history
@@ -352,7 +393,7 @@ class WorkerStart:
             config.max_num_seqs + 1, vocab_size, device, history, kernels=operations.samples
         )
         processors = Processors.load(self.plugins, config, setup)
-        site = PartSite(batch, sampling, make_backend)
+        site = PartSite(batch, sampling, **backends)
         parts: list[WorkerPart] = [start.make(site) for start in starts]
         return ModelRunner(
             model=model,

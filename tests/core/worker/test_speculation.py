@@ -509,7 +509,7 @@ def test_options_that_do_not_go_together_are_refused(options: Any, reason: str) 
         ({"method": "ngram"}, "speculative_config"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "speculative_config"),
         ({"num_speculative_tokens": 3}, "speculative_config"),
-        ({**NGRAM, "method": "eagle"}, "speculative_config"),
+        ({**NGRAM, "method": "medusae"}, "speculative_config"),
         ({**NGRAM, "prompt_lookup_min": 4}, "speculative_config"),
         ({**NGRAM, "prompt_lookup_max": 0}, "speculative_config"),
         ({**NGRAM, "draft_sample_method": "greedy"}, "speculative_config.draft_sample_method"),

@@ -136,7 +136,7 @@ def proposed(speculator: Suffix, texts: dict[int, list[int]]) -> list[list[int]]
     slots, lengths = list(texts), [len(tokens) for tokens in texts.values()]
     rows = KnownTokens(history, torch.tensor(slots), torch.tensor(lengths))
     device = speculator._device
-    drafts = speculator.propose(KnownTokens(*(part.to(device) for part in rows)))
+    drafts = speculator.propose(KnownTokens(*(part.to(device) for part in rows[:3])))
     pairs = zip(drafts.token_ids.tolist(), drafts.counts.tolist(), strict=True)
     return [ids[:count] for ids, count in pairs]
 
@@ -146,7 +146,7 @@ def ended(speculator: Suffix, slot: int, tokens: list[int], bound: int) -> None:
     history[slot, : len(tokens)] = torch.tensor(tokens)
     rows = KnownTokens(history, torch.tensor([slot]), torch.tensor([len(tokens)]))
     device = speculator._device
-    speculator.release(KnownTokens(*(part.to(device) for part in rows)), slot, bound)
+    speculator.release(KnownTokens(*(part.to(device) for part in rows[:3])), slot, bound)
 
 
 def texts(most: int) -> st.SearchStrategy[list[int]]:

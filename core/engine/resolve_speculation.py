@@ -1,0 +1,94 @@
+"""Completes `speculative_config` from the draft checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+
+from ..config import EngineConfig
+from ..config.speculative_config import FIELD, MOST_DRAFTS
+from ..errors import CheckpointNotFound, ConfigError, LoadError
+from ..loading.json_file import read_object
+from ..loading.model_config import ModelConfig, checkpoint_folder
+from ..registry import Plugins
+
+logger = logging.getLogger("jackfield.engine")
+
+
+def resolve_speculation(
+    config: EngineConfig, model_config: ModelConfig, plugins: Plugins
+) -> EngineConfig:
+    """Return the configuration with method, model and number of drafts. Raises ConfigError with
+    what is missing.
+    """
+    given = config.speculative_config
+    if given is None:
+        return config
+    method, raw = given.method, None
+    if method is None:
+        raw = _draft_config(str(given.model), given.revision)
+        method = _recognized(raw, str(given.model), plugins)
+        logger.info("speculative_config: %s drafts as %s", given.model, method)
+    speculator = plugins["speculator"].load(method)
+    source = speculator.checkpoint
+    if source == "draft" and given.model is None:
+        raise ConfigError(
+            f"{FIELD}: {method!r} drafts with a checkpoint of its own; name its folder or hub name "
+            "as model",
+            param=FIELD,
+        )
+    if source == "none" and given.model is not None:
+        raise ConfigError(
+            f"{FIELD}: {method!r} has no weights; leave model ({given.model!r}) out", param=FIELD
+        )
+    count = given.num_speculative_tokens
+    if raw is None and given.model is not None:
+        raw = _draft_config(given.model, given.revision)
+    if count is None:
+        if raw is None:
+            raw = dict(model_config.hf_config.to_dict()) if source == "target" else {}
+        with plugins["speculator"].calling(method, "default_drafts"):
+            count = speculator.default_drafts(raw)
+        if not count:
+            raise ConfigError(
+                f"{FIELD}: set num_speculative_tokens; {method!r} has no number of its own",
+                param=FIELD,
+            )
+        count = min(count, MOST_DRAFTS)
+    ranks = given.draft_tensor_parallel_size
+    if ranks not in (None, 1, config.tensor_parallel_size):
+        raise ConfigError(
+            f"{FIELD}: draft_tensor_parallel_size is {ranks}; it must be 1, or the target's "
+            f"tensor_parallel_size, {config.tensor_parallel_size}",
+            param=FIELD,
+        )
+    resolved = msgspec.structs.replace(given, method=method, num_speculative_tokens=count)
+    return msgspec.structs.replace(config, speculative_config=resolved)
+
+
+def _draft_config(model: str, revision: str | None) -> dict[str, Any]:
+    try:
+        return read_object(checkpoint_folder(model, revision) / "config.json")
+    except (CheckpointNotFound, LoadError) as error:
+        raise ConfigError(f"{FIELD}: {error.message}", param=FIELD) from error
+
+
+def _recognized(raw: dict[str, Any], model: str, plugins: Plugins) -> str:
+    """Return the method of a draft checkpoint."""
+    registry = plugins["speculator"]
+    surest: dict[int, list[str]] = {}
+    for entry in registry.entries():
+        speculator = registry.load(entry.name)
+        with registry.calling(entry.name, "recognizes"):
+            surest.setdefault(int(speculator.recognizes(raw)), []).append(entry.name)
+    found = surest[max(surest)]
+    if not max(surest) or len(found) > 1:
+        what = f"are {' and '.join(found)}" if max(surest) else "is no method"
+        raise ConfigError(
+            f"{FIELD}: there {what} for {model!r} (architectures {raw.get('architectures')!r}, "
+            f"model_type {raw.get('model_type')!r}); name the method",
+            param=FIELD,
+        )
+    return found[0]

@@ -1,0 +1,141 @@
+"""Builds what a speculator needs: its model, and the target's states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from ...config import EngineConfig
+from ...config.speculative_config import FIELD, SpeculativeConfig
+from ...errors import ConfigError, LoadError
+from ...loading.build import build_model
+from ...loading.json_file import read_object
+from ...loading.model_config import ModelConfig, checkpoint_folder, resolve_model_config
+from ...parallel.ranks import ONE_RANK
+from ...protocols.speculators import DraftSite, Speculator, SpeculatorNeeds
+from ..selection import CacheLayer, cache_layers
+from .draft_passes import DraftPasses, TokenStates
+from .part import PartSite, StartContext
+from .states import state_layers
+
+
+def draft_needs(
+    start: StartContext, speculator: type[Speculator], options: msgspec.Struct
+) -> tuple[SpeculatorNeeds, list[CacheLayer]]:
+    """Return what the speculator needs, and its model's layers. Raises ConfigError, LoadError."""
+    config, target_config = start.config.speculative_config, start.model_config
+    assert config is not None, "no speculator is configured"
+    engine_config = _engine_config(start.config, config, target_config)
+    draft_config = None
+    if speculator.checkpoint != "none":
+        draft_config = target_config
+        if config.model is not None:
+            draft_config = _resolved(engine_config, start, speculator)
+    ranks = ONE_RANK if config.draft_tensor_parallel_size == 1 else start.ranks
+
+    def load(model_config: ModelConfig, architecture: Any = None) -> nn.Module:
+        try:
+            return build_model(
+                start.plugins,
+                engine_config,
+                model_config,
+                start.device,
+                start.operations,
+                ranks,
+                architecture,
+            )
+        except LoadError as error:
+            raise LoadError(f"{FIELD}: {error.message}", param=FIELD) from error
+
+    site = DraftSite(
+        options=options, num_drafts=config.num_drafts, target=start.model,
+        target_config=target_config, draft_config=draft_config, load=load,
+    )  # fmt: skip
+    registry = start.plugins["speculator"]
+    with registry.calling(config.speculator, "needs"):
+        needs = speculator.needs(site)
+    _check(start, config, needs)
+    layers = [] if needs.model is None else cache_layers(needs.model)
+    if config.max_model_len is not None:
+        longest = min(config.max_model_len, needs.longest or config.max_model_len)
+        needs = needs._replace(longest=longest)
+    return needs, layers
+
+
+def draft_passes(
+    start: StartContext, site: PartSite, needs: SpeculatorNeeds, layers: Sequence[CacheLayer]
+) -> DraftPasses | None:
+    """Return the passes of a speculator; None: it needs nothing but tokens."""
+    if needs == SpeculatorNeeds():
+        return None
+    config = start.config.speculative_config
+    assert config is not None, "no speculator is configured"
+    batch, model_config = site.batch, start.model_config
+    states = TokenStates(
+        start.model, batch.max_tokens, model_config.hidden_size, needs,
+        dtype=model_config.dtype, device=start.device,
+    )  # fmt: skip
+    longest = batch.max_model_len + batch.num_drafts
+    return DraftPasses(
+        batch, site.sampling, layers, site.layers_backend(layers) if layers else None, states,
+        config.num_drafts, min(longest, needs.longest or longest),
+    )  # fmt: skip
+
+
+def _engine_config(
+    config: EngineConfig, own: SpeculativeConfig, target_config: ModelConfig
+) -> EngineConfig:
+    """Return the options that a draft model is built with."""
+    shared: dict[str, Any] = {
+        "speculative_config": None, "enable_lora": False, "enable_eplb": False,
+        "enable_expert_parallel": False, "max_model_len": None,
+        "dtype": str(target_config.dtype).removeprefix("torch."),
+    }  # fmt: skip
+    if own.model is not None:
+        shared |= {
+            "model": own.model, "revision": own.revision, "quantization": own.quantization,
+            "hf_overrides": None, "served_model_name": (), "generation_config": "vllm",
+            "load_format": own.draft_load_config.load_format,
+            "model_loader_extra_config": own.draft_load_config.model_loader_extra_config,
+        }  # fmt: skip
+    return msgspec.structs.replace(config, **shared)
+
+
+def _resolved(
+    config: EngineConfig, start: StartContext, speculator: type[Speculator]
+) -> ModelConfig:
+    """Return the draft checkpoint's configuration, for sequences of the target's length at most."""
+    try:
+        raw = read_object(checkpoint_folder(config.model, config.revision) / "config.json")
+        config = msgspec.structs.replace(config, hf_overrides=dict(speculator.overrides(raw)))
+        draft = resolve_model_config(config, start.plugins)
+    except (ConfigError, LoadError) as error:
+        raise ConfigError(f"{FIELD}: {error.message}", param=FIELD) from error
+    return replace(draft, max_model_len=min(draft.max_model_len, start.model_config.max_model_len))
+
+
+def _check(start: StartContext, config: SpeculativeConfig, needs: SpeculatorNeeds) -> None:
+    """Raises ConfigError for needs that the target does not meet, or a model that is not served."""
+    name, architecture = config.speculator, start.model_config.architecture
+
+    def refuse(reason: str) -> ConfigError:
+        return ConfigError(f"{FIELD}: {name!r} {reason}", param=FIELD)
+
+    if needs.hidden and not hasattr(start.model, "last_states"):
+        raise refuse(f"reads last hidden states, and {architecture} gives none (last_states)")
+    if needs.taps:
+        if not getattr(start.model, "taps", False):
+            raise refuse(f"reads inputs of layers, and {architecture} keeps none (taps)")
+        layers = start.model_config.num_layers
+        if beyond := [tap for tap in needs.taps if not 0 <= tap < layers]:
+            raise refuse(f"reads the inputs of layers {beyond}, and {architecture} has {layers}")
+    if needs.model is not None and state_layers(needs.model):
+        raise refuse("has a model that keeps states of sequences, which do not go back")
+    if needs != SpeculatorNeeds() and start.ranks.pipeline.size > 1:
+        raise refuse("reads more than tokens, which is not sent between stages yet")
+    if needs != SpeculatorNeeds() and start.config.kv_compression is not None:
+        raise refuse("reads more than tokens, and caches of draft models are not compacted")
