@@ -131,6 +131,16 @@ class EngineOverloaded(JackfieldError):
     retry_after = 1
 
 
+class EnginePaused(EngineOverloaded):
+    """The engine is paused or asleep, and takes no requests until it goes on."""
+
+
+class Conflict(InvalidRequest):
+    """What is asked does not go together with what goes on."""
+
+    status = 409
+
+
 class TooManyConnections(EngineOverloaded):
     """The maximum number of connections is open, and all of them have requests."""
 

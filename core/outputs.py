@@ -28,6 +28,17 @@ PositionLogprobs: TypeAlias = dict[int, Logprob]
 """Token id → Logprob: the position's own token, then the most likely ones."""
 
 
+class WeightSpan(msgspec.Struct, frozen=True):
+    """Tokens of a completion that weights of one version sampled."""
+
+    version: str
+    """As `AsyncEngine.update_weights` named them; "default" before the first update."""
+    start: int
+    """The first token, from 0."""
+    end: int
+    """The token behind the last."""
+
+
 class CompletionOutput(msgspec.Struct, kw_only=True):
     """One of the `n` completions of a request."""
 
@@ -49,6 +60,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """None while the output is unfinished."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it; None for EOS and all other reasons."""
+    weight_versions: list[WeightSpan] = []
+    """Which weights sampled its tokens, once it has ended."""
 
 
 class RequestTimings(msgspec.Struct, kw_only=True):

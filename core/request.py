@@ -107,6 +107,12 @@ class Request:
     them, are what their tokens' hashes stand for."""
     compression_usage: KVCompressionUsage | None = None
     """What compactions have left of its cache, set at its end; None: it was not compacted."""
+    stale: bool = False
+    """Whether other weights than the present ones computed some of its cache: as with `compacted`,
+    its blocks are not what their tokens' hashes stand for."""
+    weight_versions: tuple[tuple[int, str], ...] = ()
+    """(number of output tokens, version of the weights that sampled the tokens from there on), in
+    order."""
     num_dropped_tokens: int = 0
     """Computed tokens that the cache does not hold any more."""
     num_loaded_tokens: int = 0
@@ -146,6 +152,11 @@ class Request:
     def num_kv_tokens(self) -> int:
         """Number of tokens in the cache, those that steps in flight write included."""
         return self.num_computed_tokens - self.num_dropped_tokens
+
+    @property
+    def is_named(self) -> bool:
+        """Whether its blocks are what the hashes of its tokens stand for."""
+        return not (self.compacted or self.stale)
 
     @property
     def num_pending_tokens(self) -> int:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
+from .live.worker_jobs import ApplyWeights, StagingJob
 from .pooling_params import PooledRow, PoolingParams
 from .sampling_params import SamplingParams
 
@@ -298,5 +299,10 @@ WorkerJob: TypeAlias = (
     | StopProfile
     | ReadAdapter
     | DropAdapter
+    | StagingJob
+    | ApplyWeights
 )
 """What an engine asks of the worker apart from steps: see `Executor.ask`."""
+LASTING = (ReadAdapter, *get_args(StagingJob))
+"""Jobs that go on on another thread, beside steps: the worker's answer is a future. They may fail
+on some ranks alone, and change nothing that serves."""

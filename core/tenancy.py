@@ -36,6 +36,8 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
     manages_adapters: bool = False
     """Whether it may load adapters for everyone, from anywhere, and unload them (with
     `--enable-admin`)."""
+    manages_engine: bool = False
+    """Whether it may pause the engine, and change its weights (with `--enable-admin`)."""
 
     def may_use(self, adapter: str) -> bool:
         """Return whether it may use an adapter of this name that everyone may."""
@@ -58,7 +60,7 @@ class Tenant(msgspec.Struct, frozen=True):
     limits: TenantLimits = TenantLimits()
 
 
-ANYONE = Tenant("", "", TenantLimits(manages_adapters=True))
+ANYONE = Tenant("", "", TenantLimits(manages_adapters=True, manages_engine=True))
 """Tenant of all requests if the server has no authentication."""
 
 

@@ -37,6 +37,8 @@ from .scoring import score_all
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from ..core.live.weight_update import Weights
+
 T = TypeVar("T")
 
 
@@ -293,6 +295,16 @@ class LLM:
     def stop_profile(self) -> list[str]:
         """End a profile; return the files that it is in."""
         return list(self._run(self.engine.stop_profile()))
+
+    def update_weights(self, weights: Weights, *, version: str | None = None) -> dict[str, Any]:
+        """Serve with other weights from now on, all of them or none: a checkpoint's folder, or its
+        tensors, (name, tensor), each once. See `AsyncEngine.update_weights`."""
+        return self._run(self.engine.update_weights(weights, version=version))
+
+    @property
+    def weights_version(self) -> str:
+        """The version of the weights that serve: "default" until the first update."""
+        return self._run(self.engine.weights_version())
 
     def close(self) -> None:
         """Stop the engine and free the device. Safe to call twice. Also runs at the program's end,

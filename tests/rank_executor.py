@@ -9,7 +9,14 @@ from typing import Any
 
 from jackfield.core.hooks import hookimpl
 from jackfield.core.protocols.executors import ExecutorInfo
-from jackfield.core.step import NOTHING_IN_PROCESS, InProcess, Ping, StepPlan, WorkerJob
+from jackfield.core.step import (
+    LASTING,
+    NOTHING_IN_PROCESS,
+    InProcess,
+    Ping,
+    StepPlan,
+    WorkerJob,
+)
 from jackfield.core.worker.threads import WorkerThread
 from jackfield.core.worker.worker import Worker
 from jackfield.plugins.conformance.rank_threads import thread_ranks
@@ -73,7 +80,10 @@ class RankThreads:
             return asyncio.ensure_future(asyncio.sleep(0))
 
         async def answer() -> Any:
-            return (await asyncio.gather(*self._on_each(lambda worker, _: worker.run_job(job))))[0]
+            answers = await asyncio.gather(*self._on_each(lambda worker, _: worker.run_job(job)))
+            if isinstance(job, LASTING):
+                answers = await asyncio.gather(*map(asyncio.wrap_future, answers))
+            return answers[0]
 
         return asyncio.ensure_future(answer())
 

@@ -278,7 +278,7 @@ class KVCacheManager:
         request.tables = []
         request.num_released_blocks = []
         request.num_registered_blocks = 0
-        request.compacted = False
+        request.compacted = request.stale = False
         request.num_dropped_tokens = 0
 
     # ------------------------------------------------------------ compaction
@@ -377,6 +377,19 @@ class KVCacheManager:
 
     # ------------------------------------------------------------ names
 
+    def change_weights(self, identity: str, requests: Iterable[Request]) -> None:
+        """Find what was cached so far no more: other weights compute from now on. What these
+        requests have in the cache is theirs alone.
+
+        identity: of the weights; never used before for others.
+        """
+        self.register_pending()
+        self._hasher.weights = identity
+        for request in requests:
+            request.stale = bool(request.tables)
+            request.block_hashes = []
+            request.num_registered_blocks = 0
+
     def count_lookup(self, request: Request, num_hit_tokens: int) -> None:
         """Count a request's prefix lookup, once."""
         if self.enable_prefix_caching and request.reads_cache:
@@ -384,8 +397,10 @@ class KVCacheManager:
             self.num_hit_tokens += num_hit_tokens
 
     def register(self, request: Request) -> None:
-        """Register the request's full blocks with known, planned tokens, unless compacted."""
-        if request.compacted or (not self.enable_prefix_caching and request.private_salt is None):
+        """Register the request's full blocks with known, planned tokens, if they are named so."""
+        if not request.is_named or (
+            not self.enable_prefix_caching and request.private_salt is None
+        ):
             return
         if not self.shares_prefixes:
             return
@@ -407,7 +422,7 @@ class KVCacheManager:
         None: not kept, as those are not that were computed from a compacted cache.
         """
         caches = self.enable_prefix_caching or request.private_salt is not None
-        if self.snapshots is None or not caches or request.compacted:
+        if self.snapshots is None or not caches or not request.is_named:
             return None
         num_blocks = request.num_computed_tokens // self.block_size
         self._hasher.extend(request, num_blocks)

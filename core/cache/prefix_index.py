@@ -25,6 +25,8 @@ class BlockHasher:
         self.block_size = block_size
         key = secrets.token_bytes(32) if key is None else key
         self._keyed = blake2b(key=key, digest_size=DIGEST_BYTES)
+        self.weights = ""
+        """Identifies the weights that compute the KV; "": those of the start."""
 
     def extend(self, request: Request, num_blocks: int) -> None:
         """Extend `request.block_hashes` to `num_blocks` of known tokens."""
@@ -53,9 +55,12 @@ class BlockHasher:
 
     def root(self, request: Request) -> bytes:
         """Return the hash of a request's dependencies besides tokens."""
-        return self._digest(
-            repr((request.cache_salt, request.cache_extra, request.private_salt)).encode()
-        )
+        depends_on: tuple[object, ...] = (
+            request.cache_salt, request.cache_extra, request.private_salt
+        )  # fmt: skip
+        if self.weights:
+            depends_on = (*depends_on, self.weights)
+        return self._digest(repr(depends_on).encode())
 
     def _digest(self, data: bytes) -> bytes:
         hasher = self._keyed.copy()

@@ -14,6 +14,7 @@ import msgspec
 from ..engine.output_processor import RequestTracker, State
 from ..engine.plugin_events import PluginEvents
 from ..errors import EngineStopped
+from ..live.engine_jobs import LiveJob
 from ..lora_request import AdapterCard, AdapterJob
 from ..outputs import EngineStats
 from ..protocols.executors import EngineProcess
@@ -282,6 +283,12 @@ class Member:
         if self.process is None or not self.serves:
             raise EngineStopped(self.trouble)
         return await self.process.calls.ask_adapters(job)
+
+    async def ask_live(self, job: LiveJob) -> dict[str, Any]:
+        """Ask its engine. Raises EngineStopped, and what the job says."""
+        if self.process is None or not self.serves:
+            raise EngineStopped(self.trouble)
+        return await self.process.calls.ask_live(job)
 
     async def query(self, name: str, seconds: float) -> Any:
         """Query its engine. Raises EngineStopped, also on timeout."""

@@ -24,7 +24,24 @@ from ..engine.plugin_events import PluginEvents
 from ..engine.request_state import RequestState
 from ..engine.resolve_config import resolve_models
 from ..engine.text_processor import TextProcessor
-from ..errors import EngineOverloaded, EngineStopped, InvalidRequest, JackfieldError, OutOfMemory
+from ..errors import (
+    Conflict,
+    EngineOverloaded,
+    EngineStopped,
+    InvalidRequest,
+    JackfieldError,
+    OutOfMemory,
+)
+from ..live.engine_jobs import (
+    UPDATE_JOBS,
+    BeginUpdate,
+    CommitUpdate,
+    JoinGroup,
+    LiveJob,
+    PrepareUpdate,
+    ReadFiles,
+    RollBack,
+)
 from ..loading.model_config import ModelConfig
 from ..lora_request import AdapterCard, AdapterJob, FindAdapter, LoadAdapter, UnloadAdapter
 from ..metrics.merge import Family, families, merged, render
@@ -114,6 +131,10 @@ class PooledCores:
         }
         """Owner and name → how what has been loaded by name is loaded again."""
         self._adapter_jobs = asyncio.Lock()
+        self._files: ReadFiles | None = None
+        """Where the update in progress was read from."""
+        self._committed: tuple[ReadFiles | None, str] | None = None
+        """Where the weights that serve were read from, and their version; None: as at the start."""
 
     @property
     def registry(self) -> prometheus.CollectorRegistry:
@@ -174,7 +195,7 @@ class PooledCores:
             ),
             lambda attempt: self._setup(number, attempt),
             fits=self._check_fits,
-            prepare=self._load_adapters,
+            prepare=self._prepare_again,
             served=self._member_serves,
             lost=self._member_lost,
             watched=self.config.rank_timeout > 0,
@@ -414,6 +435,74 @@ class PooledCores:
         await asyncio.gather(
             *(member.ask_adapters(undo) for member in members), return_exceptions=True
         )
+
+    # ------------------------------------------------------------ live operation
+
+    async def ask_live(self, job: LiveJob) -> dict[str, Any]:
+        """Let all members do what a job says; return what they are together."""
+        if isinstance(job, CommitUpdate):
+            await self._live_on_each(PrepareUpdate())  # None commits unless all can.
+        answers = await self._live_on_each(job)
+        together = dict(answers[0])
+        for name in ("num_requests", "num_recomputed", "num_kept", "world_size"):
+            if name in together:
+                together[name] = sum(answer[name] for answer in answers)
+        if "is_paused" in together:
+            together["is_paused"] = all(answer["is_paused"] for answer in answers)
+        if isinstance(job, BeginUpdate):
+            self._files = None
+            return {"update": ""}  # Members have names of their own, for the one in progress.
+        if isinstance(job, ReadFiles):
+            self._files = job
+        if isinstance(job, CommitUpdate):
+            self.router.forget_prefixes()
+            self._committed = (self._files, job.version or together["weights_version"])
+        return together
+
+    async def _live_on_each(self, job: LiveJob) -> list[dict[str, Any]]:
+        """Return all members' answers. If one refuses what belongs to an update, all give it up."""
+        asked = self._serving()
+        jobs: list[LiveJob] = [job] * len(asked)
+        if isinstance(job, JoinGroup):
+            jobs = [
+                msgspec.structs.replace(
+                    job, rank_offset=job.rank_offset + member.number * self.info.num_ranks
+                )
+                for member in asked
+            ]
+        replies = await asyncio.gather(
+            *(member.ask_live(each) for member, each in zip(asked, jobs, strict=True)),
+            return_exceptions=True,
+        )
+        errors = [reply for reply in replies if isinstance(reply, BaseException)]
+        if errors and isinstance(job, UPDATE_JOBS) and not isinstance(errors[0], Conflict):
+            await asyncio.gather(
+                *(member.ask_live(RollBack()) for member in asked), return_exceptions=True
+            )
+        if errors:
+            raise errors[0]
+        return replies  # type: ignore[return-value]
+
+    async def _load_weights(self, process: MemberProcess) -> None:
+        """Let a member that starts again have the weights of the others. Raises EngineStopped if
+        they were sent, and cannot be read again."""
+        if self._committed is None:
+            return
+        files, version = self._committed
+        if files is None:
+            raise EngineStopped(
+                f"{process.name} has the weights of its start, and the others version {version!r}, "
+                "which was sent to them: send it again after a new start"
+            )
+        await process.calls.ask_live(BeginUpdate())
+        await process.calls.ask_live(files)
+        await process.calls.ask_live(CommitUpdate(version=version))
+
+    async def _prepare_again(self, process: MemberProcess, attempt: int) -> None:
+        """Let a member that starts again have what the others have."""
+        if attempt:
+            await self._load_weights(process)
+        await self._load_adapters(process, attempt)
 
     # ------------------------------------------------------------ state
 

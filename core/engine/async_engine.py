@@ -9,14 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import prometheus_client as prometheus
 
 from ..config import EngineConfig
 from ..errors import EngineStopped, InvalidRequest
 from ..inputs import ChatMessage, Prompt
+from ..live.engine_jobs import (
+    LEASE_SECONDS,
+    AskLive,
+    BeginUpdate,
+    LiveJob,
+    Pause,
+    PauseMode,
+    ResetPrefixCache,
+    Resume,
+)
+from ..live.weight_update import WeightUpdate
 from ..loading.model_config import ModelConfig
 from ..lora_request import (
     AdapterCard,
@@ -45,6 +57,9 @@ from .pooling import PoolingPrompt, PoolingState, PoolingStream
 from .request_entry import Envelope, RequestEntry
 from .request_state import RequestState
 from .text_processor import ChatOptions, TextProcessor
+
+if TYPE_CHECKING:
+    from ..live.weight_update import Weights
 
 T = TypeVar("T")
 NOT_STARTED = "the engine has not started, which `async with` or start() does"
@@ -307,6 +322,69 @@ class AsyncEngine:
             return []
         return await self.core.ask_adapters(ListAdapters())
 
+    # ------------------------------------------------------------ live operation
+
+    async def pause_generation(
+        self,
+        mode: PauseMode = "abort",
+        *,
+        clear_cache: bool = True,
+        lease: float | None = LEASE_SECONDS,
+    ) -> dict[str, Any]:
+        """Launch no further step, and return once the device is idle, with what `AskLive` says.
+
+        mode: "abort" ends requests with what they have, "wait" lets them run to their end first;
+        new requests are refused with EnginePaused. "keep" lets requests go on after the pause, and
+        new ones wait. clear_cache: forget cached prefixes; kept requests are computed again. lease:
+        seconds after which the pause ends by itself; None: never.
+        """
+        return await self.ask_live(Pause(mode=mode, clear_cache=clear_cache, lease=lease))
+
+    async def resume_generation(self) -> None:
+        """End a pause. Harmless without one."""
+        await self.ask_live(Resume())
+
+    async def is_paused(self) -> bool:
+        """Return whether a pause has brought the engine to rest."""
+        return bool((await self.ask_live(AskLive()))["is_paused"])
+
+    async def weights_version(self) -> str:
+        """Return the version of the weights that serve: "default" until the first update."""
+        return str((await self.ask_live(AskLive()))["weights_version"])
+
+    async def begin_weight_update(self, *, lease: float | None = LEASE_SECONDS) -> WeightUpdate:
+        """Begin to take other weights while the present ones serve, which needs as much memory as
+        the model.
+
+        lease: seconds without a call about it after which it is given up; None: never. Raises
+        Conflict while another one is in progress.
+        """
+        self._started_entry()
+        return await WeightUpdate.begin(self.core.ask_live, BeginUpdate(lease=lease))
+
+    async def update_weights(
+        self, weights: Weights, *, version: str | None = None, recompute: bool | None = None
+    ) -> dict[str, Any]:
+        """Serve with other weights from now on, all of them or none. Return what `CommitUpdate`
+        says.
+
+        weights: a checkpoint's folder on the engine's machine, or its tensors: (name, tensor), each
+        once. version: their name. recompute: whether requests that run are computed again with the
+        new weights; None: unless a pause keeps them with their caches. Raises InvalidRequest if the
+        weights are not whole or do not fit, and then the old ones serve on.
+        """
+        async with await self.begin_weight_update() as update:
+            if isinstance(weights, str | os.PathLike):
+                await update.read(weights)
+            else:
+                await update.put(weights)
+            return await update.commit(version, recompute=recompute)
+
+    async def ask_live(self, job: LiveJob) -> dict[str, Any]:
+        """Do a job on the living engine, and return what it says. Raises as it says."""
+        self._started_entry()
+        return await self.core.ask_live(job)
+
     # ------------------------------------------------------------ texts
 
     @property
@@ -443,9 +521,15 @@ class AsyncEngine:
         """
         return await self.core.check_health(timeout)
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget cached blocks. Return False if some are in use. Raises as `stats`."""
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget cached blocks. Return False if some are in use. Raises as `stats`.
+
+        reset_running_requests: compute running requests again, so that none is in use.
+        """
         self._started_entry()
+        if reset_running_requests:
+            job = ResetPrefixCache(reset_running_requests=True)
+            return bool((await self.core.ask_live(job))["success"])
         return await self.core.reset_prefix_cache()
 
     async def start_profile(self) -> None:

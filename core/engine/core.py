@@ -17,6 +17,7 @@ from ..adapters.registry import AdapterRegistry
 from ..cache.groups import sequence_blocks
 from ..config import EngineConfig
 from ..errors import EngineOverloaded, EngineStopped, InvalidRequest, JackfieldError, PluginError
+from ..live.engine_jobs import LiveJob
 from ..loading.generation_config import NO_DEFAULTS
 from ..loading.model_config import ModelConfig, resolve_model_config
 from ..lora_request import AdapterCard, AdapterJob
@@ -40,9 +41,11 @@ from .admission import check_limits, request_limits
 from .core_client import S
 from .grammars import Grammars
 from .kv_connector import connect, watch_transfers
+from .live_control import LiveControl
 from .output_processor import OutputProcessor, RequestTracker, State
 from .plugin_events import PluginEvents
 from .profiling import Profiler
+from .quiesce import Quiesce
 from .request_state import RequestState
 from .resolve_config import (
     check_names,
@@ -90,6 +93,7 @@ class EngineCore:
     outputs: OutputProcessor
     grammars: Grammars
     events: PluginEvents
+    live: LiveControl
 
     def __init__(self, config: EngineConfig, plugins: Plugins) -> None:
         self.config = config
@@ -262,6 +266,13 @@ class EngineCore:
             died=self._die,
             balancing=self._balance_times(),
         )
+        self.live = LiveControl(
+            Quiesce(self.scheduler, self.steps, self.outputs),
+            self.scheduler,
+            self.executor,
+            num_ranks=self.info.num_ranks,
+            die=self._executor_failed,
+        )
         self._profiler = Profiler(config.profiler_config, self.steps, self.executor)
         self.steps.start()
         if self._executor_error is not None:
@@ -290,6 +301,8 @@ class EngineCore:
         """End the steps, and free the device; errors are logged."""
         if self.steps is None:
             return
+        with logged("ending leases"):
+            await self.live.close()
         with logged("stopping the step loop"):
             await self.steps.stop()
         if self.adapters is not None:
@@ -307,6 +320,8 @@ class EngineCore:
 
     def check_open(self) -> None:
         self.requests.check_accepting()
+        if self.steps is not None:
+            self.live.quiesce.check_open(self.num_waiting)
         limit = self.config.max_waiting_requests
         if limit is not None and self.num_waiting >= limit:
             raise EngineOverloaded(f"{limit} requests are waiting already; try again later")
@@ -396,6 +411,10 @@ class EngineCore:
         except RuntimeError as error:
             raise EngineStopped(f"the worker does not answer: {error}") from None
         return {}
+
+    async def ask_live(self, job: LiveJob) -> dict[str, Any]:
+        """Do what a `LiveJob` says, and return its answer."""
+        return await self.live.do(job)
 
     async def reset_prefix_cache(self) -> bool:
         return self.scheduler.reset_prefix_cache()

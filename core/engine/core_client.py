@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import prometheus_client as prometheus
 
 from ..config import EngineConfig
+from ..live.engine_jobs import LiveJob
 from ..loading.model_config import ModelConfig
 from ..lora_request import AdapterCard, AdapterJob
 from ..metrics.merge import Family
@@ -68,6 +69,9 @@ class CoreClient(Protocol):
     async def ask_adapters(self, job: AdapterJob) -> list[AdapterCard]:
         """Do what an `AdapterJob` says, and return its cards. Raises as it says, and
         InvalidRequest without `enable_lora`."""
+
+    async def ask_live(self, job: LiveJob) -> dict[str, Any]:
+        """Do what a `LiveJob` says, and return its answer. Raises as it says."""
 
     def abort_request(self, state: State) -> None:
         """End what is left of a request."""

@@ -21,6 +21,7 @@ from ..outputs import (
     PositionLogprobs,
     RequestOutput,
     RequestTimings,
+    WeightSpan,
 )
 from ..parts import encoder_decoder
 from ..parts.encoder_decoder import Source
@@ -137,7 +138,18 @@ class Completion:
             cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            weight_versions=[] if self.finish_reason is None else self._weight_versions(),
         )
+
+    def _weight_versions(self) -> list[WeightSpan]:
+        """Return which weights sampled the tokens, of which late ones may have been dropped."""
+        starts, count = self.request.weight_versions, len(self.token_ids)
+        ends = (*(start for start, _ in starts[1:]), count)
+        return [
+            WeightSpan(version, start, min(end, count))
+            for (start, version), end in zip(starts, ends, strict=False)
+            if start < min(end, count)
+        ]
 
 
 class RequestState:

@@ -99,6 +99,8 @@ class StepLoop:
         self._quiet_from = -math.inf
         """When QUIET_SECONDS without a request will have passed."""
         self._wake = asyncio.Event()
+        self._holders: dict[object, asyncio.Event] = {}
+        """Who lets no step be launched → set once none is in flight."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -120,6 +122,19 @@ class StepLoop:
         self._failure = error
         self._wake.set()
 
+    def hold(self, holder: object) -> asyncio.Event:
+        """Launch no further step, until `let_go`. Return what is set once none is in flight."""
+        held = self._holders.setdefault(holder, asyncio.Event())
+        if not self.running:
+            held.set()
+        self._wake.set()
+        return held
+
+    def let_go(self, holder: object) -> None:
+        """Launch steps again, unless others hold them. Harmless without `hold`."""
+        self._holders.pop(holder, None)
+        self._wake.set()
+
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -134,7 +149,11 @@ class StepLoop:
                     raise self._failure
                 self._wake.clear()
                 balance = None if self._balancing is None else self._balancing.due
-                if balance is None:
+                if self._holders:
+                    if not in_flight:
+                        await self._rest()
+                        continue
+                elif balance is None:
                     self._fill(in_flight)
                 elif not in_flight:
                     await self._balance(balance)
@@ -171,6 +190,15 @@ class StepLoop:
         except BaseException as error:
             await asyncio.gather(*(future for _, future in in_flight), return_exceptions=True)
             self.died(error)
+            for held in self._holders.values():  # Who waits for rest learns that from the engine.
+                held.set()
+
+    async def _rest(self) -> None:
+        """Wait for the end of a hold, or for something to publish."""
+        self.publish(self.scheduler.take_failures())
+        for held in self._holders.values():
+            held.set()
+        await self._wake.wait()
 
     async def _idle(self) -> None:
         """Wait for work, while the worker prepares later steps."""

@@ -46,7 +46,6 @@ def build_model(
     the registered one.
     """
     start = time.monotonic()
-    name = _registered_name(plugins, config, model_config) if architecture is None else None
     if model_config.text_part_of is not None:
         logger.info(
             "model: of %s the text part is served, as %s: requests have no images or sound",
@@ -57,12 +56,7 @@ def build_model(
     model = load_model(
         plugins, config, model_config, device, operations, ranks, method, architecture
     )
-    with plugins["model"].calling(name, "after_loading"):
-        for module in reversed(list(model.modules())):
-            if hasattr(module, "after_loading"):
-                module.after_loading()  # type: ignore[operator]
-    model.eval()
-    model.requires_grad_(False)
+    finish_model(plugins, config, model_config, model, architecture)
     logger.info("weights: %s in %.2f s", config.load_format, time.monotonic() - start)
     return model
 
@@ -91,14 +85,36 @@ def load_model(
             "model: %s. It is loaded as a head of its own, and the checkpoint is read twice",
             error.message,
         )
-    untied = copy.copy(model_config.hf_config)
-    untied.tie_word_embeddings = False
-    model_config = replace(model_config, hf_config=untied)
+    model_config = untied(model_config)
     model = construct_model(
         plugins, config, model_config, device, operations, ranks, method, architecture
     )
     load_weights(plugins, config, model_config, model, device, ranks)
     return model
+
+
+def untied(model_config: ModelConfig) -> ModelConfig:
+    """Return the configuration of the same model with a head of its own."""
+    hf_config = copy.copy(model_config.hf_config)
+    hf_config.tie_word_embeddings = False
+    return replace(model_config, hf_config=hf_config)
+
+
+def finish_model(
+    plugins: Plugins,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: nn.Module,
+    architecture: Any = None,
+) -> None:
+    """Let the modules of a filled model derive what they compute with, once."""
+    name = _registered_name(plugins, config, model_config) if architecture is None else None
+    with plugins["model"].calling(name, "after_loading"):
+        for module in reversed(list(model.modules())):
+            if hasattr(module, "after_loading"):
+                module.after_loading()  # type: ignore[operator]
+    model.eval()
+    model.requires_grad_(False)
 
 
 def construct_model(

@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import prometheus_client as prometheus
@@ -21,6 +22,7 @@ from ..engine.plugin_events import PluginEvents
 from ..engine.resolve_config import resolve_models
 from ..engine.text_processor import TextProcessor
 from ..errors import EngineStopped
+from ..live.engine_jobs import LiveJob
 from ..loading.model_config import ModelConfig
 from ..lora_request import AdapterCard, AdapterJob
 from ..metrics.merge import families
@@ -159,6 +161,10 @@ class RemoteCore:
     async def ask_adapters(self, job: AdapterJob) -> list[AdapterCard]:
         """Do what an `AdapterJob` says, and return its cards."""
         return await self._calls.ask_adapters(job)
+
+    async def ask_live(self, job: LiveJob) -> dict[str, Any]:
+        """Do what a `LiveJob` says, and return its answer."""
+        return await self._calls.ask_live(job)
 
     # ------------------------------------------------------------ requests
 

@@ -13,6 +13,7 @@ import msgspec
 
 from ..config import EngineConfig
 from ..errors import JackfieldError, error_named
+from ..live.engine_jobs import LiveJob
 from ..lora_request import AdapterJob
 from ..metrics.merge import Family
 from ..outputs import EngineStats, FinishReason, KVCompressionUsage
@@ -90,6 +91,13 @@ class AdapterQuery(msgspec.Struct, frozen=True, tag="adapters"):
     job: AdapterJob
 
 
+class LiveQuery(msgspec.Struct, frozen=True, tag="live"):
+    """What a front end asks of the engine while it lives. → the encoded answer"""
+
+    number: int
+    job: LiveJob
+
+
 class Report(msgspec.Struct, frozen=True, tag="report"):
     number: int
     load: int
@@ -158,6 +166,8 @@ class Change(msgspec.Struct, omit_defaults=True, kw_only=True):
     num_preemptions: int = 0
     kv_transfer_params: dict[str, Any] | None = None
     compression_usage: KVCompressionUsage | None = None
+    weight_versions: tuple[tuple[int, str], ...] = ()
+    """`Request.weight_versions`."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
@@ -184,7 +194,9 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
     """Nothing more will come: end what is left, and the process."""
 
 
-ToEngine: TypeAlias = Hello | Listening | AddRequest | Stop | Abort | Query | AdapterQuery | Report
+ToEngine: TypeAlias = (
+    Hello | Listening | AddRequest | Stop | Abort | Query | AdapterQuery | LiveQuery | Report
+)
 ToFront: TypeAlias = Welcome | Reply | ErrorReply | Tokens | ReportRequest | Status | Close
 
 _encoder = msgspec.msgpack.Encoder()

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from ..errors import EngineStopped, InvalidRequest
+from ..live.engine_jobs import LiveJob
 from ..lora_request import AdapterCard, AdapterJob
 from .channel import Channel
-from .frames import AdapterQuery, ErrorReply, Query, Reply, ToEngine, ToFront
+from .frames import AdapterQuery, ErrorReply, LiveQuery, Query, Reply, ToEngine, ToFront
 
 
 class PendingCalls:
@@ -47,6 +48,12 @@ class PendingCalls:
         number = self.numbers()
         reply = await self.call(number, AdapterQuery(number, job))
         return msgspec.msgpack.decode(reply, type=list[AdapterCard])
+
+    async def ask_live(self, job: LiveJob) -> dict[str, Any]:
+        """Return the answer of a job. Raises as `call` does."""
+        number = self.numbers()
+        reply = await self.call(number, LiveQuery(number, job))
+        return msgspec.msgpack.decode(reply, type=dict[str, Any])
 
     async def call(self, number: int, message: ToEngine) -> Any:
         """Return a message's reply. Raises the engine's error, or EngineStopped."""

@@ -27,6 +27,7 @@ from .frames import (
     ErrorReply,
     Hello,
     Listening,
+    LiveQuery,
     Query,
     Reply,
     Report,
@@ -215,6 +216,8 @@ class FrontendConnection:
                 self._run(message.number, self._reply(message))
             case AdapterQuery():
                 self._run(message.number, self._ask_adapters(message))
+            case LiveQuery():
+                self._run(message.number, self._ask_live(message))
             case Abort():
                 self._abort(message.numbers)
             case Stop():
@@ -278,6 +281,10 @@ class FrontendConnection:
     async def _ask_adapters(self, query: AdapterQuery) -> None:
         cards = await self.core.ask_adapters(query.job)
         self.send(Reply(query.number, msgspec.msgpack.encode(cards)))
+
+    async def _ask_live(self, query: LiveQuery) -> None:
+        answer = await self.core.ask_live(query.job)
+        self.send(Reply(query.number, msgspec.msgpack.encode(answer)))
 
     def _abort(self, numbers: Iterable[int]) -> None:
         for number in numbers:

@@ -13,6 +13,7 @@ import msgspec
 from ..cache.groups import ONE_GROUP, CacheGroup
 from ..cache.kv_manager import KVCacheManager, NoKVCache
 from ..errors import RequestFailed
+from ..live.engine_jobs import FIRST_VERSION
 from ..outputs import EngineStats, FinishReason
 from ..protocols.executors import SchedulePolicy
 from ..request import Request, Update
@@ -138,6 +139,8 @@ class Scheduler:
             decoding=decoding,
         )
         self._steps = count()
+        self._versions = ((0, FIRST_VERSION),)
+        """`Request.weight_versions` of a new request."""
         self._in_flight: dict[int, PlannedStep] = {}
 
     # ------------------------------------------------------------ requests in and out
@@ -156,6 +159,7 @@ class Scheduler:
             )
             assert reason is None, reason
             keys.append(self._keys.of(request, alone=not self.requests.by_id and index == 0))
+            request.weight_versions = self._versions
         for request, key in zip(requests, keys, strict=True):
             self.requests.add(request, key)
             if request.leader is None:
@@ -438,6 +442,32 @@ class Scheduler:
             prefix_cache_hits=self.kv.num_hit_tokens,
             **self._parts.counts,
         )
+
+    def restart_running(self) -> int:
+        """Let running requests be computed again, from their first token. Return how many. No step
+        is in flight."""
+        assert not self._in_flight, "results of steps in flight would be lost"
+        running = self.requests.running.requests[:]
+        for request in reversed(running):
+            self.requests.preempt(request)
+        return len(running)
+
+    def change_weights(self, version: str, identity: str) -> None:
+        """Note that other weights compute from the next step on. No step is in flight.
+
+        Requests that run go on with their caches; see `restart_running`. identity: see
+        `KVCacheManager.change_weights`.
+        """
+        self.kv.change_weights(identity, self.requests.by_id.values())
+        self.name_weights(version)
+
+    def name_weights(self, version: str) -> None:
+        """Note that later tokens are of this version. No step is in flight."""
+        self._versions = ((0, version),)
+        for request in self.requests.by_id.values():
+            num_outputs = len(request.output_token_ids)
+            before = [span for span in request.weight_versions if span[0] < num_outputs]
+            request.weight_versions = (*before, (num_outputs, version))
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached blocks; False, unchanged, while a request runs."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..config import EngineConfig
+from ..live.worker_jobs import ApplyWeights, StagingJob
 from ..loading.model_config import ModelConfig
 from ..nn.attention import Attention
 from ..parallel.join import rank_device
@@ -47,6 +48,7 @@ from .profiler import WorkerProfiler
 from .runner import ModelRunner
 from .start.worker_start import StartedWorker, WorkerStart
 from .threads import PendingStep
+from .weight_updates import WeightUpdates
 
 P = TypeVar("P", bound=WorkerPart)
 
@@ -79,6 +81,8 @@ class Worker:
         self._started: StartedWorker | None = None
         self._experts: ExpertMover | None = None
         """Set with `enable_eplb`."""
+        self._weights: WeightUpdates | None = None
+        """None before the start."""
         self._unscaled: list[Attention] = []
         """Layers whose cache scales the first step computes."""
         self._reported_failures = 0
@@ -108,6 +112,10 @@ class Worker:
         self._started = started
         self.runner = started.runner
         self._unscaled = started.unscaled
+        self._weights = WeightUpdates(
+            self.config, self.model_config, self.plugins, self.ranks, self.device,
+            started.runner.model, started.operations, started.tensors,
+        )  # fmt: skip
         if self.config.enable_eplb:
             with torch.inference_mode():
                 self._experts = ExpertMover(started.runner.model, self.ranks.tensor, self.device)
@@ -174,6 +182,10 @@ class Worker:
             return model_fingerprint(self.runner.model)
         if isinstance(job, ReadAdapter | DropAdapter):
             return self._adapter_job(job)
+        if isinstance(job, StagingJob):
+            return self._updates().stage(job)
+        if isinstance(job, ApplyWeights):
+            return self._apply_weights(job)
         if isinstance(job, BalanceExperts) and self._experts is not None:
             return self._balance_experts(job, self._experts)
         if isinstance(job, StartProfile):
@@ -189,6 +201,16 @@ class Worker:
         if adapters is None:
             raise NotImplementedError("the worker serves no adapters (enable_lora)")
         return adapters.read(job) if isinstance(job, ReadAdapter) else adapters.drop(job)
+
+    def _updates(self) -> WeightUpdates:
+        assert self._weights is not None, "start() comes first"
+        return self._weights
+
+    def _apply_weights(self, job: ApplyWeights) -> None:
+        assert self.runner is not None, "start() comes first"
+        self._updates().apply(job)
+        for part in self.runner.parts:
+            part.weights_changed()
 
     @torch.inference_mode()
     def recover(self) -> None:
@@ -252,9 +274,11 @@ class Worker:
         return None if self.runner is None else self.runner.parts.find(kind)
 
     def stop(self) -> None:
+        if self._weights is not None:
+            self._weights.close()
         if self.runner is not None:
             self.runner.parts.close()
-        self.runner = self._started = self._experts = None
+        self.runner = self._started = self._experts = self._weights = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

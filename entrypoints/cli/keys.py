@@ -60,6 +60,11 @@ def run(argv: list[str]) -> int:
             action="store_true",
             help="it may load adapters for all, from anywhere, and unload them",
         )
+        command.add_argument(
+            "--manages-engine",
+            action="store_true",
+            help="it may pause the engine, and change its weights",
+        )
     args = parser.parse_args(argv)
     try:
         return _make(args)
@@ -85,6 +90,7 @@ def _make(args: argparse.Namespace) -> int:
         adapter_folder=args.adapter_folder,
         max_adapters=args.max_adapters,
         manages_adapters=args.manages_adapters,
+        manages_engine=args.manages_engine,
     )
     line = msgspec.json.encode(entry).decode()
     if args.file is None:

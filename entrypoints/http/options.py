@@ -150,7 +150,8 @@ class ServerOptions:
         bool,
         Meta(
             description="serve POST /reset_prefix_cache, /start_profile, /stop_profile and GET "
-            "/server_info, and with --enable-lora routes that load and unload adapters"
+            "/server_info, routes that pause the engine and change its weights, and with "
+            "--enable-lora routes that load and unload adapters"
         ),
         Flag(group="server"),
     ] = False

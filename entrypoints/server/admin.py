@@ -10,6 +10,7 @@ from ...core.errors import InvalidRequest
 from ..flags.secrets import without_secrets
 from ..http.context import ENGINE, reply
 from .adapter_routes import add_adapter_routes
+from .live_routes import add_live_routes, engine_of
 
 
 class CacheInUse(InvalidRequest):
@@ -23,13 +24,17 @@ def add_admin_routes(app: web.Application) -> None:
     app.router.add_post("/start_profile", start_profile)
     app.router.add_post("/stop_profile", stop_profile)
     app.router.add_get("/server_info", server_info, allow_head=False)
+    add_live_routes(app)
     if app[ENGINE].config.enable_lora:
         add_adapter_routes(app)
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """POST /reset_prefix_cache: clear the prefix cache. 409 while requests run."""
-    if not await request.app[ENGINE].reset_prefix_cache():
+    """POST /reset_prefix_cache: clear the prefix cache. 409 while requests run, unless
+    `?reset_running_requests=true` lets them be computed again."""
+    again = request.query.get("reset_running_requests", "").lower() in ("true", "1")
+    engine = engine_of(request) if again else request.app[ENGINE]
+    if not await engine.reset_prefix_cache(again):
         raise CacheInUse("the prefix cache is in use by running requests; nothing was forgotten")
     return web.Response()
 

@@ -36,6 +36,7 @@ from .adapted_model import check_adapters
 from .divided_models import check_ranks, check_stages
 from .kit import Kit
 from .paged_model import LONGEST, VOCAB, PagedModel, assert_near, example_prompts
+from .updated_model import check_update
 
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -205,6 +206,10 @@ class ModelKit(ModelFolder):
         """Of all linear layers and experts, or they are refused by name; rows without an adapter in
         the same step are not changed."""
         check_adapters(self.paged(folder), reference_model, _score, self.tolerance)
+
+    def test_other_weights_take_the_place_of_the_first(self, folder: Path) -> None:
+        """In place, so that nothing which a layer derives of the old ones is left."""
+        check_update(folder, self.plugins())
 
     @pytest.mark.parametrize("size", [2, 4])
     def test_ranks_compute_together_what_one_does(self, folder: Path, size: int) -> None:

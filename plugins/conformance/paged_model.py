@@ -12,6 +12,7 @@ import torch
 from ...core.config import EngineConfig
 from ...core.loading.build import build_model
 from ...core.loading.model_config import resolve_model_config
+from ...core.loading.model_tensors import ModelTensors
 from ...core.nn.context import ForwardContext
 from ...core.parallel.ranks import ONE_RANK, Ranks
 from ...core.protocols.attention import BackendSetup
@@ -73,6 +74,8 @@ class PagedModel:
         )
         self.device = device
         self.model = build_model(plugins, config, model_config, device, operations(), ranks)
+        self.tensors = ModelTensors.of(self.model)
+        """As it was built."""
         layers = cache_layers(self.model)
 
         def refusal(backend: Any) -> str | None:

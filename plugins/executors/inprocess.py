@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.config import EngineConfig
 from ...core.protocols.executors import Executor, ExecutorInfo
 from ...core.registry import Plugins
-from ...core.step import InProcess, Ping, ReadAdapter, StepPlan, StepResult, WorkerJob
+from ...core.step import LASTING, InProcess, Ping, StepPlan, StepResult, WorkerJob
 from ...core.worker.threads import WorkerThread
 from .awaited import last
 
@@ -66,7 +66,7 @@ class InProcessExecutor(Executor):
         if isinstance(job, Ping):
             return self._thread.step(_Nothing)
         done = self._thread.call(lambda: self._worker.run_job(job))
-        return asyncio.ensure_future(last(done)) if isinstance(job, ReadAdapter) else done
+        return asyncio.ensure_future(last(done)) if isinstance(job, LASTING) else done
 
     async def stop(self) -> None:
         """Finish what is queued, free the device."""

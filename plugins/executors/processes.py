@@ -22,7 +22,7 @@ from ...core.errors import RankFailed
 from ...core.protocols.executors import Executor, ExecutorInfo, RankState
 from ...core.registry import Plugins
 from ...core.remote.frames import encode
-from ...core.step import InProcess, Ping, ReadAdapter, StepPlan, StepResult, WorkerJob
+from ...core.step import LASTING, InProcess, Ping, StepPlan, StepResult, WorkerJob
 from ...core.worker.threads import WorkerThread
 from .agreement import check_alike, remoteness
 from .awaited import AGREE_SECONDS, AwaitedCalls, last, retrieve, set_once
@@ -274,7 +274,7 @@ class ProcessesExecutor(Executor):
             return self._joined.run_job(job)
 
         done = thread.call(run)
-        if not isinstance(job, ReadAdapter):
+        if not isinstance(job, LASTING):
             return self._await(number, done)
         done.add_done_callback(lambda _: self._progress.finish(number))
         return self._await(number, asyncio.ensure_future(last(done)), may_differ=True)

@@ -49,7 +49,7 @@ class Saves:
         first, full = self._offered.get(request, 0), num_computed // self._kv.block_size
         if full <= first or not self._saving:
             return None
-        if not request.compacted:
+        if request.is_named:
             blocks = request.block_ids[first:full]
         elif request in self._held_prompts:
             first, blocks = self._held_prompts[request]
@@ -75,7 +75,7 @@ class Saves:
         about to be compacted: they are offered when their results have arrived."""
         computed = min(request.num_prompt_tokens, request.num_computed_tokens)
         first, full = self._offered.get(request, 0), computed // self._kv.block_size
-        if full <= first or not self._saving or request.compacted:
+        if full <= first or not self._saving or not request.is_named:
             return
         blocks = request.block_ids[first:full]
         self._kv.pool.hold(blocks)

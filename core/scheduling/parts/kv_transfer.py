@@ -165,7 +165,7 @@ class KVTransfer(SchedulerPart):
         self._external_ends.pop(request, None)
         transfer = next(self._numbers)
         is_retained, request.kv_transfer_params = self.connector.request_finished(transfer, request)
-        if is_retained and request.block_ids and not request.compacted:
+        if is_retained and request.block_ids and request.is_named:
             self._hold(transfer, list(request.block_ids))
 
     def _hold(self, transfer: int, block_ids: list[int]) -> None:

@@ -130,6 +130,14 @@ class Adapters(WorkerPart):
                 # Its rank rows go to another adapter by a load.
                 self._residents[place] = resident._replace(special=None, keep=None)
 
+    @torch.inference_mode()
+    def weights_changed(self) -> None:
+        """Make special adapters again: factors of DoRA depend on the weights that they change."""
+        for place, resident in self._residents.items():
+            if resident.special is not None:
+                load = AdapterLoad(resident.number, place, resident.units)
+                self._residents[place] = self._resident(resident.keep, load)
+
     def close(self) -> None:
         """End the thread that reads."""
         self.host.close()

@@ -128,6 +128,10 @@ class WorkerPart(PerSlot):
     def warm_up(self) -> None:
         """Launch what is launched outside of the forward pass, so that it is compiled."""
 
+    def weights_changed(self) -> None:
+        """Compute again what was computed from the model's weights: they have others from now on,
+        in the same memory. No step is in flight."""
+
     def close(self) -> None:
         """End what runs besides steps, such as threads; the engine stops."""
 

@@ -18,6 +18,7 @@ from ...config import EngineConfig
 from ...errors import ConfigError
 from ...loading.build import build_model
 from ...loading.model_config import ModelConfig
+from ...loading.model_tensors import ModelTensors
 from ...nn.attention import Attention
 from ...nn.operations import Operations
 from ...nn.rotary import Rotary
@@ -60,6 +61,8 @@ class StartedWorker:
     runner: ModelRunner | PoolingRunner
     operations: Operations
     warmup: Warmup
+    tensors: ModelTensors
+    """The model's, as it was built."""
     graphs: StepGraphs | None = None
     """None: not recorded."""
     unscaled: list[Attention] = field(default_factory=list)
@@ -116,6 +119,7 @@ class WorkerStart:
         with self.plugins["operations"].calling(name, "its constructor"):
             operations = operations_class()
         model = build_model(self.plugins, self.config, model_config, device, operations, self.ranks)
+        self._tensors = ModelTensors.of(model)
         if device.type == "cuda":
             # Memory needed only during loading (rounding, repacking) does not count for a step.
             torch.cuda.reset_peak_memory_stats(device)
@@ -153,7 +157,7 @@ class WorkerStart:
             steps_in_flight=STEPS_IN_FLIGHT,
             parts=tuple(part.name for part in runner.parts),
         )
-        return StartedWorker(info, runner, operations, warmup)
+        return StartedWorker(info, runner, operations, warmup, self._tensors)
 
     def _start_decoder(
         self, model: nn.Module, operations: Operations, operations_name: str, room: CacheRoom
@@ -282,7 +286,7 @@ class WorkerStart:
             parts=tuple(part.name for part in runner.parts),
             **facts,
         )
-        return StartedWorker(info, runner, operations, warmup, graphs, first_scaled)
+        return StartedWorker(info, runner, operations, warmup, self._tensors, graphs, first_scaled)
 
     def _backend(self, chosen: ChosenBackend, max_model_len: int, num_rows: int) -> PagedBackend:
         with self.plugins[chosen.kind].calling(chosen.name, "its constructor"):

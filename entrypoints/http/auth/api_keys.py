@@ -43,7 +43,7 @@ def digest_of(key: str) -> bytes:
 def plain_key(key: str) -> ApiKey:
     """Return a key without a name, owned by its digest. Its owner may do what the server allows."""
     digest = digest_of(key)
-    limits = TenantLimits(manages_adapters=True)
+    limits = TenantLimits(manages_adapters=True, manages_engine=True)
     return ApiKey(digest, Tenant(f"key-{digest.hex()[:8]}", _owner("key", digest.hex()), limits))
 
 

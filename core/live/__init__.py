@@ -1,0 +1,1 @@
+"""Live operation: weights that change, and engines that pause, while requests are there."""

@@ -1,0 +1,134 @@
+"""What an engine asks of each rank about weights. Plain data, without torch.
+
+An update is staged beside the serving model: `BeginWeights`, then `ReadWeights`, `PutWeights` and
+`ReceiveWeights` in any number, on a thread, while steps go on. `FinishWeights` checks that it is
+whole. `ApplyWeights` alone changes the serving model, while no step is in flight; before it, an
+error or `DropWeights` leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class TensorPart(msgspec.Struct, frozen=True):
+    """A tensor of a checkpoint, or some of its bytes."""
+
+    name: str
+    dtype: str
+    """As torch calls it, without "torch."."""
+    shape: tuple[int, ...]
+    start: int = 0
+    """The first of its bytes that is sent, in the order of rows."""
+    nbytes: int | None = None
+    """How many are sent; None: all that are left."""
+
+
+class BeginWeights(msgspec.Struct, frozen=True, tag="begin_weights"):
+    """Build a second model, to be filled, in place of one that was begun. → None
+
+    Raises OutOfMemory, ConfigError.
+    """
+
+
+class ReadWeights(msgspec.Struct, frozen=True, tag="read_weights"):
+    """Fill the second model from a checkpoint's files. → None
+
+    Raises LoadError.
+    """
+
+    path: str
+    """Folder with the checkpoint, whose configuration is the serving model's."""
+    load_format: str = ""
+    """Name of the loader; "": the configured one."""
+
+
+class PutWeights(msgspec.Struct, frozen=True, tag="put_weights"):
+    """Fill the second model from bytes. → None
+
+    Raises LoadError for a tensor that the model does not have, or has already.
+    """
+
+    parts: tuple[TensorPart, ...]
+    data: bytes
+    """The bytes of all parts, one after the other."""
+
+
+class JoinSenders(msgspec.Struct, frozen=True, tag="join_senders"):
+    """Join a `torch.distributed` group, of which another process sends weights. → None
+
+    Rank r of the engine is number `rank_offset` + r in the group.
+    """
+
+    group: str
+    host: str
+    port: int
+    rank_offset: int
+    world_size: int
+    backend: str
+    """"nccl" or "gloo"; "": by the device."""
+    timeout: float
+    """Seconds to wait for the others, then and at each tensor."""
+    packed_bytes: int = 0
+    """More than 0: tensors come joined in buffers of bytes, a new one where the next tensor would
+    exceed this."""
+
+
+class LeaveSenders(msgspec.Struct, frozen=True, tag="leave_senders"):
+    """Leave a group. → None"""
+
+    group: str
+
+
+class ReceiveWeights(msgspec.Struct, frozen=True, tag="receive_weights"):
+    """Fill the second model from what number 0 of a group broadcasts, in this order. → None
+
+    Raises LoadError, also if the sender has gone.
+    """
+
+    group: str
+    parts: tuple[TensorPart, ...]
+    """Whole tensors."""
+
+
+class DropWeights(msgspec.Struct, frozen=True, tag="drop_weights"):
+    """Forget the second model. → None"""
+
+
+class FinishWeights(msgspec.Struct, frozen=True, tag="finish_weights"):
+    """Check that the second model is whole, and like the serving one. → `WeightCount`
+
+    Raises LoadError.
+    """
+
+
+class ApplyWeights(msgspec.Struct, frozen=True, tag="apply_weights"):
+    """Copy the second model's numbers into the serving model, whose addresses stay. → None
+
+    Asked while no step is in flight, after `FinishWeights` on all ranks.
+    """
+
+
+class WeightCount(msgspec.Struct, frozen=True):
+    """How much an update has brought, on one rank."""
+
+    num_tensors: int
+    """Of the checkpoint."""
+    nbytes: int
+    """That the model has of them."""
+
+
+StagingJob: TypeAlias = (
+    BeginWeights
+    | ReadWeights
+    | PutWeights
+    | JoinSenders
+    | LeaveSenders
+    | ReceiveWeights
+    | DropWeights
+    | FinishWeights
+)
+"""Jobs that change nothing that serves, and may fail on some ranks alone: their answer is a
+future."""

@@ -1,0 +1,226 @@
+"""Pauses and weight updates over HTTP, as clients of vLLM and SGLang ask for them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+from serving import Server, engine_config, running, save_random
+
+from jackfield.core.parallel.broadcast import BroadcastGroup
+from jackfield.entrypoints.http.auth.api_keys import PREFIX, digest_of
+from jackfield.entrypoints.http.options import ServerOptions
+
+COMPLETION = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+POSTS = (
+    "/pause", "/resume", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine",
+    "/start_weight_update", "/update_weights", "/finish_weight_update", "/abort_weight_update",
+    "/update_weight_version", "/pause_generation", "/continue_generation", "/flush_cache",
+    "/begin_weight_update", "/end_weight_update", "/update_weights_from_disk",
+    "/init_weights_update_group", "/destroy_weights_update_group",
+    "/update_weights_from_distributed",
+)  # fmt: skip
+GETS = ("/is_paused", "/weight_info", "/get_world_size")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint, and other weights of the same model."""
+    root = tmp_path_factory.mktemp("models")
+    old, new = save_random(root / "old"), save_random(root / "new")
+    torch.manual_seed(1)
+    tensors = load_file(old / "model.safetensors")
+    changed = {name: t + 0.05 * torch.randn_like(t) for name, t in tensors.items()}
+    save_file(changed, new / "model.safetensors", metadata={"format": "pt"})
+    return old, new
+
+
+@pytest.fixture(scope="module")
+def server(folders: tuple[Path, Path]) -> Iterator[Server]:
+    config = engine_config(folders[0], device="cpu", max_model_len=256, num_gpu_blocks_override=100)
+    with running(config, ServerOptions(enable_admin=True)) as started:
+        yield started
+
+
+def post(server: Server, path: str, body: Any = None, **more: Any) -> Any:
+    response = httpx.post(server.url + path, json=body, timeout=120, **more)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def get(server: Server, path: str) -> Any:
+    return httpx.get(server.url + path, timeout=60).json()
+
+
+def said(server: Server) -> str:
+    return str(post(server, "/v1/completions", COMPLETION)["choices"][0]["text"])
+
+
+@pytest.fixture
+def texts(server: Server, folders: tuple[Path, Path]) -> Iterator[tuple[str, str]]:
+    """What both weights say; the old ones serve, before and afterwards."""
+    old = said(server)
+    post(server, "/update_weights_from_disk", {"model_path": str(folders[1])})
+    new = said(server)
+    post(server, "/update_weights_from_disk", {"model_path": str(folders[0])})
+    assert said(server) == old != new
+    yield old, new
+    post(server, "/resume")
+    post(server, "/update_weights_from_disk", {"model_path": str(folders[0])})
+
+
+def test_tensors_are_posted_between_start_and_finish(
+    server: Server, folders: tuple[Path, Path], texts: tuple[str, str]
+) -> None:
+    tensors = load_file(folders[1] / "model.safetensors")
+    names = sorted(tensors)
+    buckets = [names[::2], names[1::2]]
+    post(server, "/start_weight_update")
+    for bucket in buckets:
+        body = save({name: tensors[name] for name in bucket})
+        headers = {"Content-Type": "application/octet-stream"}
+        response = httpx.post(server.url + "/update_weights", content=body, headers=headers)
+        assert response.status_code == 200, response.text
+        assert said(server) == texts[0], "the old weights serve until the end"
+    answer = post(server, "/finish_weight_update", {"weight_version": "step-1"})
+    assert answer["weights_version"] == "step-1" and answer["num_tensors"] == len(names)
+    assert get(server, "/weight_info") == {"weight_version": "step-1"}
+    assert said(server) == texts[1]
+    assert post(server, "/update_weight_version", {"new_version": "x"})["success"]
+    assert get(server, "/weight_info") == {"weight_version": "x"}
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_tensors_come_from_a_group(
+    dialect: str, server: Server, folders: tuple[Path, Path], texts: tuple[str, str]
+) -> None:
+    tensors = load_file(folders[1] / "model.safetensors")
+    names, shapes = list(tensors), [list(t.shape) for t in tensors.values()]
+    dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors.values()]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    done = threading.Event()
+
+    def train() -> None:
+        group = BroadcastGroup("127.0.0.1", port, 0, 2, torch.device("cpu"))
+        group.send(tensors.items())
+        done.wait(60)
+        group.close()
+
+    address = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1}
+    assert get(server, "/get_world_size") == {"world_size": 1}
+    with ThreadPoolExecutor(1) as pool:
+        trainer = pool.submit(train)
+        if dialect == "vllm":
+            info = {**address, "world_size": 2}
+            post(server, "/init_weight_transfer_engine", {"init_info": info})
+            assert post(server, "/pause", params={"mode": "keep"})["status"] == "paused"
+            post(server, "/start_weight_update")
+            update = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+            post(server, "/update_weights", {"update_info": update})
+            post(server, "/finish_weight_update")
+            assert post(server, "/resume")["status"] == "resumed"
+            post(server, "/shutdown_weight_transfer_engine")
+        else:
+            group = {**address, "world_size": 2, "group_name": "weights", "backend": "gloo"}
+            assert post(server, "/init_weights_update_group", group)["success"]
+            assert post(server, "/pause_generation", {"mode": "retract"})["is_paused"]
+            assert post(server, "/begin_weight_update")["success"]
+            update = {"names": names, "dtypes": dtypes, "shapes": shapes}
+            assert post(server, "/update_weights_from_distributed", update)["success"]
+            end = {"weight_version": "7", "abort_all_requests": True}
+            assert post(server, "/end_weight_update", end)["weight_version"] == "7"
+            assert post(server, "/continue_generation")["status"] == "ok"
+            assert post(server, "/destroy_weights_update_group", {})["success"]
+        done.set()
+        trainer.result(60)
+    assert said(server) == texts[1]
+
+
+def test_a_refused_update_says_so(server: Server, tmp_path: Path, texts: tuple[str, str]) -> None:
+    body = {"model_path": str(tmp_path / "nowhere")}
+    response = httpx.post(server.url + "/update_weights_from_disk", json=body)
+    assert response.status_code == 400
+    assert not response.json()["success"] and "no folder" in response.json()["message"]
+    post(server, "/start_weight_update")
+    assert httpx.post(server.url + "/start_weight_update").status_code == 409
+    headers = {"Content-Type": "application/octet-stream"}
+    for content, reason in (
+        (b"\xff" * 20, "ends within its header"),
+        (b"\x02" + bytes(7) + b"{}..", "0 bytes of tensors, and there are 2"),
+        (save({"nothing": torch.zeros(2)}), "unexpected tensor 'nothing'"),
+    ):
+        response = httpx.post(server.url + "/update_weights", content=content, headers=headers)
+        assert response.status_code == 400 and reason in response.json()["error"]["message"]
+    assert httpx.post(server.url + "/finish_weight_update").status_code == 404
+    post(server, "/start_weight_update")
+    post(server, "/abort_weight_update")
+    update = {"names": ["a"], "dtype_names": [], "shapes": [[1]]}
+    response = httpx.post(server.url + "/update_weights", json={"update_info": update})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "names"
+    assert said(server) == texts[0]
+
+
+def test_new_requests_are_told_when_to_come_again(server: Server) -> None:
+    assert get(server, "/is_paused") == {"is_paused": False}
+    state = post(server, "/pause", params={"mode": "abort", "lease": 20})
+    assert state["mode"] == "abort" and state["lease"] <= 20
+    assert get(server, "/is_paused") == {"is_paused": True}
+    refused = httpx.post(server.url + "/v1/completions", json=COMPLETION)
+    assert refused.status_code == 503 and 0 < int(refused.headers["Retry-After"]) <= 20
+    post(server, "/resume")
+    assert post(server, "/pause", params={"lease": "none"})["lease"] is None
+    post(server, "/continue_generation")
+    said(server)
+    for query, field in (("mode=soft", "mode"), ("lease=x", "lease"), ("clear_cache=y", "clear")):
+        refused = httpx.post(f"{server.url}/pause?{query}")
+        assert refused.status_code == 400 and field in refused.json()["error"]["message"]
+
+
+def test_the_cache_is_flushed_unless_in_use(server: Server) -> None:
+    body = {**COMPLETION, "max_tokens": 200, "stream": True}
+    with httpx.stream("POST", server.url + "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        assert httpx.post(server.url + "/flush_cache").status_code == 400
+        again = "/reset_prefix_cache?reset_running_requests=true"
+        assert httpx.post(server.url + again).status_code == 200
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert httpx.post(server.url + "/flush_cache").text == "Cache flushed.\n"
+
+
+def test_state_is_changed_by_posts_of_those_who_may(
+    folders: tuple[Path, Path], server: Server, tmp_path: Path
+) -> None:
+    for path in POSTS:
+        assert httpx.get(server.url + path).status_code == 405, path
+    keys = tmp_path / "keys.jsonl"
+    rights: dict[str, dict[str, Any]] = {"ann": {}, "bob": {"manages_engine": True}}
+    keys.write_text("\n".join(key_line(name, **given) for name, given in rights.items()))
+    options = ServerOptions(enable_admin=True, api_key_files=(keys,), api_keys=("plain",))
+    with running(engine_config(folders[0], device="cpu"), options) as guarded:
+
+        def status(method: str, path: str, key: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            return httpx.request(method, guarded.url + path, headers=headers).status_code
+
+        for method, path in (*(("POST", path) for path in POSTS), *(("GET", p) for p in GETS)):
+            assert status(method, path, "") == 401, path
+            assert status(method, path, "ann") == 403, path
+        for key in ("bob", "plain"):
+            assert status("GET", "/is_paused", key) == 200
+            assert status("POST", "/pause", key) == status("POST", "/resume", key) == 200
+
+
+def key_line(name: str, **rights: Any) -> str:
+    return json.dumps({"name": name, "digest": PREFIX + digest_of(name).hex(), **rights})
