@@ -12,8 +12,12 @@ import numpy as np
 
 from .errors import InvalidRequest
 
-PoolingTask: TypeAlias = Literal["embed", "classify", "score", "token_embed"]
-POOLING_TASKS: tuple[PoolingTask, ...] = ("embed", "classify", "score", "token_embed")
+PoolingTask: TypeAlias = Literal["embed", "classify", "score", "token_embed", "token_classify"]
+POOLING_TASKS: tuple[PoolingTask, ...] = (
+    "embed", "classify", "score", "token_embed", "token_classify",
+)  # fmt: skip
+TOKEN_TASKS: tuple[PoolingTask, ...] = ("token_embed", "token_classify")
+"""Tasks with a result for each token."""
 PoolingType: TypeAlias = Literal["CLS", "LAST", "MEAN"]
 
 
@@ -25,15 +29,16 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     task: PoolingTask | None = None
     """embed: one vector; classify: a probability per label; score: the one number of a
-    cross-encoder; token_embed: a vector per token. None: the model's own task."""
+    cross-encoder; token_embed: a vector per token; token_classify: for each token a probability per
+    label, or a reward. None: the model's own task."""
     normalize: bool | None = None
     """Scale vectors to length 1 (embed, token_embed); None: as the checkpoint says."""
     dimensions: int | None = None
     """Keep only this many leading numbers of each vector, for models trained for it
     (Matryoshka)."""
     activation: bool | None = None
-    """Softmax or sigmoid on a classifier's logits (classify, score); None: as the checkpoint
-    says."""
+    """Softmax or sigmoid on a classifier's logits (classify, score, token_classify); None: as the
+    checkpoint says."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many leading tokens of the prompt, special tokens of a text included; -1: as
     many as the model takes. None: longer prompts are refused."""
@@ -83,7 +88,8 @@ class PoolingOutput(msgspec.Struct, frozen=True):
 
     data: np.ndarray
     """Float32, read-only. embed: [dimensions]; classify: [num_labels]; score: [1]; token_embed:
-    [num_prompt_tokens, dimensions]."""
+    [num_prompt_tokens, dimensions]; token_classify: [num_prompt_tokens, num_labels], or with STEP
+    pooling those of the steps' tokens."""
 
     @property
     def embedding(self) -> list[float]:

@@ -239,6 +239,15 @@ class LLM:
         """Return one probability per label: `outputs.probs`."""
         return self.encode(prompts, pooling_params, pooling_task="classify", **options)
 
+    def reward(
+        self,
+        prompts: PoolingPrompt | Sequence[PoolingPrompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> list[PoolingRequestOutput]:
+        """Return the rewards of each token, or of each step: `outputs.data`."""
+        return self.encode(prompts, pooling_params, pooling_task="token_classify", **options)
+
     def score(
         self,
         text_1: str | Sequence[str],

@@ -74,14 +74,15 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         doc("Generate text, or pool hidden states to vectors; auto: what the checkpoint is for."),
     ] = "auto"
     task: Annotated[
-        Literal["auto", "generate", "embed", "classify", "score"],
+        Literal["auto", "generate", "embed", "classify", "score", "token_classify", "reward"],
         doc("What the model is used for, as in older vLLM: sets runner, and is validated."),
     ] = "auto"
     pooler_config: Annotated[
         dict[str, Any] | None,
         doc(
-            "What to change in how states are pooled: pooling_type (CLS, LAST, MEAN), normalize, "
-            "activation."
+            "What to change in how states are pooled: pooling_type (CLS, LAST, MEAN; ALL: a result "
+            "for each token; STEP: for each step_tag_id), normalize, activation (use_activation: "
+            "either), step_tag_id (token of the prompt), returned_token_ids (labels)."
         ),
     ] = None
     seed: Annotated[Bits64, doc("Seeds the requests that bring no seed, and dummy weights.")] = 0

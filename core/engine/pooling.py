@@ -17,7 +17,7 @@ from ..loading.model_config import ModelConfig
 from ..loading.pooling_config import PoolingConfig
 from ..lora_request import AdapterRef
 from ..outputs import FinishReason, PoolingRequestOutput, RequestTimings
-from ..pooling_params import PooledRow, PoolingOutput, PoolingParams, TextPair
+from ..pooling_params import TOKEN_TASKS, PooledRow, PoolingOutput, PoolingParams, TextPair
 from ..request import Request, RequestSpec
 from ..sampling_params import SamplingParams, all_ints
 from ..scheduling.limits import RequestLimits
@@ -107,7 +107,7 @@ class PoolingAdmission:
             adapter=adapter,
             pooling=params,
             token_type_ids=prompt.token_type_ids,
-            reads_cache=params.task != "token_embed" and self.pooling.pooling_type == "LAST",
+            reads_cache=params.task not in TOKEN_TASKS and self.pooling.pooling_type == "LAST",
         )
 
     def _limit(self, params: PoolingParams) -> int | None:

@@ -30,7 +30,7 @@ class TokenClassifier:
 class PoolingConfig:
     """The pooling of one model."""
 
-    task: Literal["embed", "classify"]
+    task: Literal["embed", "classify", "token_classify"]
     causal: bool
     """False: an encoder, with whole prompts and no cache."""
     pooling_type: PoolingType
@@ -48,6 +48,14 @@ class PoolingConfig:
     """Permitted vector lengths; empty: any; None: no truncation."""
     labels: tuple[str, ...] = ()
     """A classifier's, in the order of logits."""
+    each_token: bool = False
+    """Each token has a result by default."""
+    classifies_tokens: bool = False
+    """Whether there are logits per token, besides vectors."""
+    step_token_id: int | None = None
+    """Of results per token, those at this token of the prompt alone; None: at all."""
+    returned_labels: tuple[int, ...] | None = None
+    """Of logits per token, those of these labels alone, before the activation; None: all."""
     activation: Activation = "softmax"
     activates: bool = True
     """Whether `activation` applies to classifiers' logits by default."""
@@ -59,14 +67,18 @@ class PoolingConfig:
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:
         """Possible tasks, the default first."""
+        if self.task == "token_classify":
+            return ("token_classify",)
         if self.task == "embed":
-            return ("embed", "token_embed")
+            tasks: tuple[PoolingTask, ...] = ("embed", "token_embed")
+            tasks = tasks[::-1] if self.each_token else tasks
+            return (*tasks, "token_classify") if self.classifies_tokens else tasks
         return ("classify", "score") if len(self.labels) == 1 else ("classify",)
 
     @property
     def scores(self) -> bool:
         """Whether two texts can be compared: by cosine, or a one-label classifier."""
-        return self.task == "embed" or len(self.labels) == 1
+        return self.task == "embed" or (self.task == "classify" and len(self.labels) == 1)
 
     def completed(self, params: PoolingParams) -> PoolingParams:
         """Return parameters with defaults. Raises InvalidRequest for what this model cannot do."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,9 +31,13 @@ NO_LIMIT = 10**9
 class PoolerOptions(msgspec.Struct, forbid_unknown_fields=True):
     """`EngineConfig.pooler_config`."""
 
-    pooling_type: PoolingType | None = None
+    pooling_type: PoolingType | Literal["ALL", "STEP"] | None = None
     normalize: bool | None = None
     activation: bool | None = None
+    use_activation: bool | None = None
+    """vLLM's newer name of `normalize` and `activation`."""
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
 
 
 def resolve_pooling(
@@ -43,7 +47,7 @@ def resolve_pooling(
 
     `model`: the architecture's class, or None. Raises ConfigError, LoadError.
     """
-    can_generate = hasattr(model, "compute_logits")
+    can_generate = hasattr(model, "compute_logits") and not hasattr(model, "classify")
     can_pool = hasattr(model, "pooling_states")
     files = SentenceTransformer()
     runner = _requested_runner(config)
@@ -99,12 +103,20 @@ def _pooling_config(
         raise ConfigError(f"pooler_config: {error}", param="pooler_config") from None
     own: PoolingType = getattr(model, "pooling_type", "LAST")
     classifies = hasattr(model, "classify")
-    tokens = _token_classifier(hf, model) if classifies and causal else None
-    labels = _labels(hf, tokens) if classifies else ()
-    _check_task(config.task, classifies, labels)
+    per_token = classifies and bool(getattr(model, "classifies_tokens", False))
+    embeds = not classifies or bool(getattr(model, "embeds", False))
+    tokens = _token_classifier(hf, model) if classifies and causal and not per_token else None
+    labels = _labels(hf, tokens, model) if classifies else ()
+    task: Any = "embed" if embeds else "token_classify" if per_token else "classify"
+    _check_task(config.task, task, labels)
     activation, activates = _activation(hf, len(labels))
+    activates = bool(getattr(model, "activates", activates))
     normalize = files.pooling_type is None or files.normalize
-    projections = () if classifies else files.projections
+    each_token = options.pooling_type in ("ALL", "STEP")
+    _check_steps(options, task, labels)
+    if options.use_activation is not None:
+        options.normalize = options.activation = options.use_activation
+    projections = files.projections if embeds else ()
     size = model_config.hidden_size
     for projection in projections:
         if projection.in_features != size:
@@ -115,9 +127,9 @@ def _pooling_config(
             )
         size = projection.out_features
     return PoolingConfig(
-        task="classify" if classifies else "embed",
+        task=task,
         causal=causal,
-        pooling_type=options.pooling_type or (not classifies and files.pooling_type) or own,
+        pooling_type=_kind(options) or (embeds and files.pooling_type) or own,
         size=size,
         projections=projections,
         normalize=normalize if options.normalize is None else options.normalize,
@@ -125,6 +137,12 @@ def _pooling_config(
         num_token_types=0 if causal else _num_token_types(model_config),
         matryoshka=_matryoshka(hf),
         labels=labels,
+        each_token=each_token,
+        classifies_tokens=per_token,
+        step_token_id=options.step_tag_id,
+        returned_labels=(
+            None if options.returned_token_ids is None else tuple(options.returned_token_ids)
+        ),
         activation=activation,
         activates=activates if options.activation is None else options.activation,
         tokens=tokens,
@@ -132,16 +150,41 @@ def _pooling_config(
     )
 
 
-def _check_task(task: str, classifies: bool, labels: tuple[str, ...]) -> None:
+def _kind(options: PoolerOptions) -> PoolingType | None:
+    kind = options.pooling_type
+    return None if kind in ("ALL", "STEP") else kind  # type: ignore[return-value]
+
+
+def _check_task(task: str, own: str, labels: tuple[str, ...]) -> None:
     wrong = None
-    if task == "embed" and classifies:
+    if task == "embed" and own != "embed":
         wrong = "this model classifies"
-    elif task == "classify" and not classifies:
-        wrong = "this model has no classifier"
-    elif task == "score" and classifies and len(labels) != 1:
+    elif task == "classify" and own != "classify":
+        wrong = "this model has no classifier of whole prompts"
+    elif task in ("reward", "token_classify") and own != "token_classify":
+        wrong = "this model has no reward, and no classifier of tokens"
+    elif task == "score" and own != "embed" and len(labels) != 1:
         wrong = f"a classifier with {len(labels)} labels gives no score"
+    elif task == "score" and own == "token_classify":
+        wrong = "a classifier of tokens gives no score"
     if wrong is not None:
         raise ConfigError(f"task: {task!r} does not fit, {wrong}", param="task")
+
+
+def _check_steps(options: PoolerOptions, task: str, labels: tuple[str, ...]) -> None:
+    """Raise ConfigError for options of results per token that this model has not."""
+    kind, wrong = options.pooling_type, None
+    if kind in ("ALL", "STEP") and task == "classify":
+        wrong = f"pooling_type {kind!r}: this model classifies whole prompts"
+    elif kind is not None and kind not in ("ALL", "STEP") and task == "token_classify":
+        wrong = f"pooling_type {kind!r}: this model classifies each token; leave it out, or ALL"
+    elif (options.step_tag_id, options.returned_token_ids) != (None, None):
+        if kind != "STEP" and (kind is not None or task != "token_classify"):
+            wrong = "step_tag_id and returned_token_ids need pooling_type STEP"
+        elif not all(0 <= label < len(labels) for label in options.returned_token_ids or ()):
+            wrong = f"returned_token_ids: there are logits 0 to {len(labels) - 1}"
+    if wrong is not None:
+        raise ConfigError(f"pooler_config: {wrong}", param="pooler_config")
 
 
 def _token_classifier(hf: Any, model: Any) -> TokenClassifier | None:
@@ -165,11 +208,12 @@ def _token_classifier(hf: Any, model: Any) -> TokenClassifier | None:
     raise ConfigError(f"hf_overrides: config.json has {problem}", param="hf_overrides")
 
 
-def _labels(hf: Any, tokens: TokenClassifier | None) -> tuple[str, ...]:
+def _labels(hf: Any, tokens: TokenClassifier | None, model: Any) -> tuple[str, ...]:
     if tokens is not None:
         return tokens.tokens[-1:] if tokens.difference else tokens.tokens
     labels: Mapping[Any, Any] = getattr(hf, "id2label", None) or {}
-    return tuple(str(labels.get(i, f"LABEL_{i}")) for i in range(int(hf.num_labels)))
+    count = int(getattr(model, "num_labels", None) or hf.num_labels)
+    return tuple(str(labels.get(i, f"LABEL_{i}")) for i in range(count))
 
 
 def _activation(hf: Any, num_labels: int) -> tuple[Activation, bool]:

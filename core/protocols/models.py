@@ -107,6 +107,18 @@ class PoolingModel(Protocol):
     `pooling_states` it can be pooled, with `classify` it is a classifier.
     """
 
+    classifies_tokens: ClassVar[bool]
+    """Whether `classify` is for the states of each token, as for rewards of steps. Optional;
+    without it, false."""
+    embeds: ClassVar[bool]
+    """Whether a classifier of tokens gives vectors of whole prompts, too. Optional; without it,
+    false."""
+    num_labels: ClassVar[int | None]
+    """Number of a classifier's logits; None, or without it: as the configuration says. Optional."""
+    activates: ClassVar[bool]
+    """Whether logits become probabilities by default. Optional; without it, as the configuration
+    says."""
+
     weight_map: ClassVar[Any]
     config_fields: ClassVar[Mapping[str, FieldKind]]
     """As `Model`."""
@@ -139,6 +151,10 @@ class PoolingModel(Protocol):
 
     def classify(self, pooled: torch.Tensor) -> torch.Tensor:
         """pooled: [num_rows, hidden_size] → logits [num_rows, num_labels]. Only classifiers."""
+
+    def token_vectors(self, states: torch.Tensor) -> torch.Tensor:
+        """states: [num_tokens, hidden_size] → vectors of the tokens [num_tokens, size]. Optional;
+        without it, the states themselves."""
 
 
 class CheckpointConfig(Protocol):

@@ -79,6 +79,12 @@ class Entry(msgspec.Struct, frozen=True):
         return self.extra if isinstance(self.extra, ParserMarks) else NO_MARKS
 
 
+def _imported(reference: str) -> Any:
+    """Return what "module:attribute" names."""
+    module, _, attribute = reference.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 class NameConflict(PluginError):
     """Two plugins registered the same name. The name is ambiguous, so the start stops."""
 
@@ -92,6 +98,8 @@ class Registry(Generic[T]):
         self._loaded: dict[str, T] = {}
         self._refusals: dict[str, str] = {}
         self._text_parts: dict[str, str] = {}
+        self._derivations: dict[tuple[str, str], str] = {}
+        """Suffix of names, and that of what they derive from → the maker."""
         self._registering = Provenance("unknown", "", "")
         self._registering_api = API_VERSION
         self._is_partial = False
@@ -198,6 +206,22 @@ class Registry(Generic[T]):
         unknown."""
         return None if name in self._entries else self._text_parts.get(name)
 
+    def derive(self, suffix: str, of: str, maker: str) -> None:
+        """Say that a name with `suffix` that is not registered stands for what `maker`
+        ("module:function") returns for the name and what is registered with `of` in the suffix's
+        place."""
+        self._derivations[suffix, of] = maker
+
+    def _derivation(self, name: str) -> tuple[str, str] | None:
+        """Return from which registered name, and by what, `name` is made; None: it is not."""
+        if name in self._entries or name in self._refusals or name in self._text_parts:
+            return None
+        for (suffix, of), maker in self._derivations.items():
+            base = name.removesuffix(suffix)
+            if base != name and base + of in self._entries:
+                return base + of, maker
+        return None
+
     @property
     def text_parts(self) -> dict[str, str]:
         """Multimodal architectures that are not registered themselves → the `text_part` of each."""
@@ -216,6 +240,11 @@ class Registry(Generic[T]):
         name = self.canonical(name)
         if name in self._loaded:
             return self._loaded[name]
+        if (derivation := self._derivation(name)) is not None:
+            base, maker = derivation
+            made = _imported(maker)(name, self.load(base))
+            self._loaded[name] = completed(self.kind, made)
+            return self._loaded[name]
         entry = self._entries.get(name)
         if entry is None:
             names = ", ".join(sorted(self._entries)) or "none"
@@ -227,9 +256,8 @@ class Registry(Generic[T]):
             )  # fmt: skip
         reference = entry.reference
         if isinstance(reference, str):
-            module, _, attribute = reference.partition(":")
             try:
-                reference = getattr(importlib.import_module(module), attribute)
+                reference = _imported(reference)
             except (Exception, SystemExit) as error:
                 raise PluginError(
                     f"{self.kind} {name!r} of {entry.provenance.distribution} cannot be loaded "
@@ -258,16 +286,17 @@ class Registry(Generic[T]):
         return dict(self._loaded)
 
     def entry(self, name: str) -> Entry:
-        """Return the entry of a name. Raises KeyError if it is not registered."""
-        return self._entries[name]
+        """Return the entry of a name, or of what it derives from. Raises KeyError if it is not
+        registered."""
+        derivation = self._derivation(name)
+        return self._entries[name if derivation is None else derivation[0]]
 
     def described(self, name: str) -> str:
         """Return a registered name's description for errors: its kind and its distribution."""
         kind = self.kind.replace("_", " ")
-        entry = self._entries.get(name)
-        if entry is None:
+        if name not in self:
             return f"{kind} {name!r}"
-        source = entry.provenance
+        source = self.entry(name).provenance
         return f"{kind} {name!r} of {source.distribution} {source.version}".rstrip()
 
     @contextlib.contextmanager
@@ -283,11 +312,7 @@ class Registry(Generic[T]):
         except JackfieldError:
             raise
         except Exception as error:
-            if (
-                name is None
-                or name not in self._entries
-                or type(error).__name__ == "OutOfMemoryError"
-            ):
+            if name is None or name not in self or type(error).__name__ == "OutOfMemoryError":
                 raise
             raise PluginError(
                 f"{self.described(str(name))} failed in {what}: {type(error).__name__}: {error}"
@@ -298,7 +323,7 @@ class Registry(Generic[T]):
         return sorted(self._entries.values(), key=lambda e: (-e.priority, e.name))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._entries or self._derivation(name) is not None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

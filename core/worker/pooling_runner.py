@@ -18,7 +18,7 @@ from torch import nn
 from ..loading.pooling_config import PoolingConfig
 from ..loading.projection import Projections
 from ..nn.context import ForwardContext
-from ..pooling_params import PooledRow, PoolingParams
+from ..pooling_params import TOKEN_TASKS, PooledRow, PoolingParams
 from ..protocols.attention import PagedBackend
 from ..step import NOTHING_IN_PROCESS, InProcess, SlotStart, StepPlan, StepResult
 from .batch import LogitPlaces, PersistentBatch, StepInputs, releasing_all
@@ -89,7 +89,7 @@ class PoolingRunner(PerSlot):
         self._kept: dict[int, torch.Tensor] = {}
         """Slot → earlier chunks' sum [hidden_size] float32, or first state."""
         self._chunks: dict[int, list[torch.Tensor]] = {}
-        """Slot → earlier chunks' states [tokens, hidden_size], for a vector per token."""
+        """Slot → earlier chunks' states or logits [tokens, any], for a result per token."""
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> LaunchedPooling:
@@ -120,6 +120,8 @@ class PoolingRunner(PerSlot):
         states = self._states(hidden).float()
         if self.pooling.task == "classify":
             self._classified(states[:1])
+        elif self.pooling.classifies_tokens:
+            self._classified(states)
         return states
 
     @torch.inference_mode()
@@ -165,17 +167,20 @@ class PoolingRunner(PerSlot):
     ) -> dict[int, torch.Tensor]:
         """Row → float32 result on the device, of finished prompts."""
         each_token = [
-            row for row, slot in enumerate(plan.slots) if self._params(slot).task == "token_embed"
+            row for row, slot in enumerate(plan.slots) if self._params(slot).task in TOKEN_TASKS
         ]
         whole = [row for row in range(len(plan.slots)) if row not in set(each_token)]
         results: dict[int, torch.Tensor] = {}
         starts = inputs.layout.query_start_cpu
         for row in each_token:
+            slot = plan.slots[row]
             states = self._states(hidden[int(starts[row]) : int(starts[row + 1])])
-            self._chunks.setdefault(plan.slots[row], []).append(states)
+            if self._params(slot).task == "token_classify":  # Logits take less room than states.
+                states = self.model.classify(states)  # type: ignore[operator]
+            self._chunks.setdefault(slot, []).append(states)
             if plan.samples[row]:
-                vectors = torch.cat(self._chunks.pop(plan.slots[row])).float()
-                results[row] = _embedding(vectors, self._params(plan.slots[row]))
+                joined = torch.cat(self._chunks.pop(slot))
+                results[row] = self._of_steps(self._of_tokens(joined, self._params(slot)), slot)
         if whole:
             pooled = self._pooled(plan, inputs, hidden, whole)
             finished = [number for number, row in enumerate(whole) if plan.samples[row]]
@@ -187,6 +192,26 @@ class PoolingRunner(PerSlot):
                 self._note_rows([plan.slots[row] for row in rows])
                 results |= dict(zip(rows, self._finished(pooled, params), strict=True))
         return results
+
+    def _of_tokens(self, states: torch.Tensor, params: PoolingParams) -> torch.Tensor:
+        """States or logits, [num_tokens, any] → a float32 result for each token."""
+        if params.task == "token_embed":
+            vectors = getattr(self.model, "token_vectors", None)
+            return _embedding((states if vectors is None else vectors(states)).float(), params)
+        logits = states.float()
+        if self.pooling.returned_labels is not None:
+            logits = logits[:, list(self.pooling.returned_labels)]
+        return self._activated(logits) if params.activation else logits
+
+    def _of_steps(self, results: torch.Tensor, slot: int) -> torch.Tensor:
+        """[num_tokens, any] → those at the token that ends a step, if there is one."""
+        if (step := self.pooling.step_token_id) is None:
+            return results
+        token_ids = torch.tensor(self._starts[slot].token_ids)
+        return results[(token_ids == step).nonzero().flatten().to(results.device)]
+
+    def _activated(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.sigmoid() if self.pooling.activation == "sigmoid" else logits.softmax(-1)
 
     def _note_rows(self, slots: list[int]) -> None:
         """Let parts know whose pooled states a classifier gets."""
@@ -252,8 +277,7 @@ class PoolingRunner(PerSlot):
                 _embedding(row, row_params) for row, row_params in zip(pooled, params, strict=True)
             ]
         logits = self._classified(pooled)
-        sigmoid = self.pooling.activation == "sigmoid"
-        active = logits.sigmoid() if sigmoid else logits.softmax(-1)
+        active = self._activated(logits)
         return [
             active[row] if row_params.activation else logits[row]
             for row, row_params in enumerate(params)

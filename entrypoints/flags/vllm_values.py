@@ -238,7 +238,7 @@ CONVERT = chosen(
     "--task embed, --task classify",
     {"embed": ("--task=embed",), "classify": ("--task=classify",)},
     {"auto": "--runner and the checkpoint decide", "none": "--runner and the checkpoint decide"},
-    {"reward": "no model is made a reward model of; see --task"},
+    {"reward": "no model is made a reward model of; one that is needs no option"},
 )
 DP_BACKEND = chosen(
     "--executor ray", {"ray": ("--executor=ray",)}, {"mp": "engines are processes anyhow"}

@@ -54,7 +54,8 @@ class PoolingModelKit(ModelFolder):
 
     def numbers(self, model: Any, tokens: Sequence[int]) -> torch.Tensor:
         """Return what a `transformers` model makes of a prompt, float32: a classifier's logits
-        [num_labels], else the states of all tokens [num_tokens, hidden_size]."""
+        [num_labels], of one of tokens [num_tokens, num_labels], else the states of all tokens
+        [num_tokens, hidden_size]."""
         with torch.no_grad():
             output = model(torch.tensor([list(tokens)]))
         found = output.logits if self.classifies else output.last_hidden_state
@@ -65,7 +66,9 @@ class PoolingModelKit(ModelFolder):
         self, folder: Path, rounds: Sequence[Sequence[list[int]]], **options: Any
     ) -> list[list[torch.Tensor]]:
         """Return what one engine makes of each prompt, those of a round at once: as `numbers`."""
-        task: Any = "classify" if self.classifies else "token_embed"
+        per_token = getattr(self.registered(), "classifies_tokens", False)
+        task: Any = "token_classify" if per_token else "classify"
+        task = task if self.classifies else "token_embed"
         params = PoolingParams(task=task, normalize=None if self.classifies else False,
                                activation=False if self.classifies else None)  # fmt: skip
         settings: dict[str, Any] = {

@@ -27,7 +27,7 @@ ARCHITECTURES = {
         "MvpForConditionalGeneration",
         "PegasusForConditionalGeneration",
     ),
-    "bert": ("BertModel", "BertForSequenceClassification"),
+    "bert": ("BertModel", "BertForSequenceClassification", "BertForTokenClassification"),
     "bloom": ("BloomForCausalLM",),
     "chatglm": ("ChatGLMModel",),
     "cohere": ("CohereForCausalLM", "Cohere2ForCausalLM"),
@@ -81,7 +81,7 @@ ARCHITECTURES = {
     "helium": ("HeliumForCausalLM", "Ernie4_5ForCausalLM", "GlmForCausalLM"),
     "hrm_text": ("HrmTextForCausalLM",),
     "hunyuan": ("HunYuanDenseV1ForCausalLM",),
-    "internlm2": ("InternLM2ForCausalLM",),
+    "internlm2": ("InternLM2ForCausalLM", "InternLM2ForRewardModel"),
     "iquest_loop": ("IQuestLoopCoderForCausalLM",),
     "jamba": ("JambaForCausalLM",),
     "jetmoe": ("JetMoeForCausalLM",),
@@ -124,13 +124,18 @@ ARCHITECTURES = {
     "plamo2": ("Plamo2ForCausalLM",),
     "plamo3": ("Plamo3ForCausalLM",),
     "qwen": ("QWenLMHeadModel",),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Model", "Qwen2ForSequenceClassification"),
+    "qwen2": (
+        "Qwen2ForCausalLM", "Qwen2Model", "Qwen2ForSequenceClassification", "Qwen2ForRewardModel",
+        "Qwen2ForProcessRewardModel",
+    ),
     "qwen2_moe": ("Qwen2MoeForCausalLM",),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification"),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3VLMoeTextForCausalLM"),
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
     "rnj1": ("Rnj1ForCausalLM",),
-    "roberta": ("RobertaModel", "RobertaForSequenceClassification"),
+    "roberta": (
+        "RobertaModel", "RobertaForSequenceClassification", "RobertaForTokenClassification",
+    ),
     "smollm3": ("SmolLM3ForCausalLM",),
     "solar": ("SolarForCausalLM",),
     "starcoder2": ("Starcoder2ForCausalLM",),
@@ -179,6 +184,7 @@ SAME = {
     "XLMRobertaForMaskedLM": "roberta:RobertaModel",
     "XLMRobertaModel": "roberta:RobertaModel",
     "XLMRobertaForSequenceClassification": "roberta:RobertaForSequenceClassification",
+    "XLMRobertaForTokenClassification": "roberta:RobertaForTokenClassification",
 }
 """Architectures served by the class of another one. Masked models serve their encoder only."""
 CONFIGS = {
@@ -240,6 +246,9 @@ def register_models(registry: Any) -> None:
     }
     for name, place in (classes | SAME).items():
         registry.add(name, f"jackfield.plugins.models.{place}")
+    for suffix in ("ForSequenceClassification", "ForTokenClassification"):
+        for of in ("ForCausalLM", "LMHeadModel"):
+            registry.derive(suffix, of, "jackfield.plugins.models.decoder:classifier_of")
     registry.add("*", "jackfield.plugins.models.fallback.model:TransformersLM")
     for name, of in TEXT_PARTS.items():
         registry.add_text_part(name, of)

@@ -153,6 +153,18 @@ class BertForSequenceClassification(BertModel):
         return logits
 
 
+class BertForTokenClassification(BertModel):
+    classifies_tokens: ClassVar[bool] = True
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.classifier = Linear(config.hidden_size, config.hf_config.num_labels, build, bias=True)
+
+    def classify(self, states: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.classifier(states)
+        return logits
+
+
 def _refuse_variants(hf: Any) -> None:
     kind = getattr(hf, "position_embedding_type", None) or "absolute"
     if kind != "absolute":

@@ -350,6 +350,49 @@ class CausalLM(HeadlessLM):
         )
 
 
+class TokenHead(HeadlessLM):
+    """A decoder and a head that gives logits for each token."""
+
+    classifies_tokens: ClassVar[bool] = True
+    num_labels: ClassVar[int | None] = None
+    """Number of logits; None: as the configuration says."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        assert config.pooling is not None, "a head of tokens is pooled"
+        self.score: nn.Module = self.head(config.hidden_size, len(config.pooling.labels), build)
+        # Older classes of `transformers` have another name for it.
+        prefixes = {"classifier.": "score.", **self.weight_map.prefixes}
+        self.weight_map = replace(self.weight_map, prefixes=prefixes)
+
+    @staticmethod
+    def head(size: int, num_labels: int, build: BuildContext) -> nn.Module:
+        return Linear(size, num_labels, build, bias=True)
+
+    def classify(self, states: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] → logits [num_rows, num_labels]"""
+        logits: torch.Tensor = self.score(states)
+        return logits
+
+
+class RewardHead(nn.Sequential):
+    """score.2(relu(score.0(state)))"""
+
+    def __init__(self, size: int, num_labels: int, build: BuildContext) -> None:
+        super().__init__(
+            Linear(size, size, build, bias=True),
+            nn.ReLU(),
+            Linear(size, num_labels, build, bias=True),
+        )
+
+
+def classifier_of(name: str, model: type[CausalLM]) -> type[CausalLM]:
+    """Return the architecture `name` of a family's class that generates: its decoder with a
+    classifier of the last state, or with ForTokenClassification in its name of each."""
+    head = TokenHead if name.endswith("ForTokenClassification") else DecoderClassifier
+    return type(name, (head, model), {"__module__": model.__module__})
+
+
 class DecoderClassifier(HeadlessLM):
     """A decoder and a linear classifier of its last state; the classifier may consist of rows of a
     head."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .decoder import CausalLM, DecoderClassifier, HeadlessLM
+from typing import ClassVar
+
+from .decoder import CausalLM, DecoderClassifier, HeadlessLM, RewardHead, TokenHead
 from .windows import QWEN_WINDOWS, WindowedAttention
 
 
@@ -29,3 +31,22 @@ class Qwen2Model(HeadlessLM):
 class Qwen2ForSequenceClassification(DecoderClassifier):
     config_fields = QWEN_WINDOWS
     attention = Qwen2Attention
+
+
+class Qwen2ForRewardModel(TokenHead):
+    """A reward for each token; the last is that of the text."""
+
+    config_fields = QWEN_WINDOWS
+    attention = Qwen2Attention
+    head = RewardHead
+    num_labels = 1
+    activates: ClassVar[bool] = False
+
+
+class Qwen2ForProcessRewardModel(TokenHead):
+    """How likely each step is wrong or right, at the token that ends it."""
+
+    config_fields = QWEN_WINDOWS
+    attention = Qwen2Attention
+    head = RewardHead
+    num_labels = 2

@@ -57,6 +57,18 @@ class RobertaForSequenceClassification(RobertaModel):
         return logits
 
 
+class RobertaForTokenClassification(RobertaModel):
+    classifies_tokens: ClassVar[bool] = True
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.classifier = Linear(config.hidden_size, config.hf_config.num_labels, build, bias=True)
+
+    def classify(self, states: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.classifier(states)
+        return logits
+
+
 def first_position(hf_config: Any) -> int:
     """Return the first token's position: positions up to the padding id are reserved."""
     return int(hf_config.pad_token_id) + 1

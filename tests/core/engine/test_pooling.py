@@ -141,6 +141,148 @@ async def test_classifiers_give_the_logits_of_transformers(
         close(output.outputs.probs, expected.sigmoid() if num_labels == 1 else expected.softmax(0))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_encoders_classify_tokens_as_transformers_does(family: str, tmp_path: Path) -> None:
+    folder = save_encoder(tmp_path, family, "ForTokenClassification", num_labels=3)
+    model = getattr(transformers, f"{family}ForTokenClassification").from_pretrained(folder).eval()
+    async with AsyncEngine(config(folder)) as engine:
+        assert engine.supported_tasks == ("token_classify",)
+        outputs = await encode_all(engine, prompts())
+        raw = await encode_all(engine, prompts(), PoolingParams(activation=False))
+        with pytest.raises(InvalidRequest, match="'classify' is not what this model does"):
+            await engine.encode("x", PoolingParams(task="classify"))
+    for prompt, output, logits in zip(prompts(), outputs, raw, strict=True):
+        with torch.no_grad():
+            expected = model(torch.tensor([prompt])).logits[0]
+        close(logits.outputs.data, expected)
+        close(output.outputs.data, expected.softmax(-1))
+    for options in ({"task": "classify"}, {"task": "embed"}, {"task": "score"},
+                    {"pooler_config": {"pooling_type": "CLS"}}):  # fmt: skip
+        with pytest.raises(ConfigError):
+            await AsyncEngine(config(folder, **options)).start()
+
+
+def save_reward(folder: Path, architecture: str, num_labels: int) -> nn.Module:
+    """A Qwen2 with two layers after its states, as Qwen's reward models have them."""
+    save_decoder(folder, "Qwen2", "ForCausalLM")
+    states = transformers.Qwen2Model.from_pretrained(folder, dtype=torch.float32).eval()
+    size = states.config.hidden_size
+    head = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, num_labels))
+    tensors = {f"model.{name}": tensor for name, tensor in states.state_dict().items()}
+    tensors |= {f"score.{name}": tensor for name, tensor in head.state_dict().items()}
+    tensors["lm_head.weight"] = torch.zeros(states.config.vocab_size, size)
+    save_file(tensors, folder / "model.safetensors")
+    edit_json(folder / "config.json", architectures=[architecture])
+
+    class Rewards(nn.Module):
+        @torch.no_grad()
+        def forward(self, token_ids: list[int]) -> torch.Tensor:
+            return head(states(torch.tensor([token_ids])).last_hidden_state[0])
+
+    return Rewards()
+
+
+async def test_each_token_has_a_reward_over_chunks(tmp_path: Path) -> None:
+    model = save_reward(tmp_path, "Qwen2ForRewardModel", 1)
+    inputs = prompts((1, 5, 24, 25, 70, 150), vocab=199)
+    async with AsyncEngine(decoding(tmp_path, task="reward")) as engine:
+        assert engine.supported_tasks == ("token_classify",)
+        for _ in range(2):  # The second time with its prefix in the cache, which is not read.
+            outputs = await encode_all(engine, inputs)
+            for prompt, output in zip(inputs, outputs, strict=True):
+                assert output.outputs.data.shape == (len(prompt), 1)
+                close(output.outputs.data, model(prompt), 1e-4)
+        sigmoid = await engine.encode(inputs[1], PoolingParams(activation=True))
+        close(sigmoid.outputs.data, model(inputs[1]).sigmoid(), 1e-4)
+        settled(engine)
+
+
+async def test_each_step_has_its_probabilities(tmp_path: Path) -> None:
+    model = save_reward(tmp_path, "Qwen2ForProcessRewardModel", 2)
+    inputs = [[7, 8, 9, 6, 6, 9], [9] * 40, [5, 6], [7, 8, 9, 10] * 20]
+    async with AsyncEngine(decoding(tmp_path)) as engine:
+        for prompt, output in zip(inputs, await encode_all(engine, inputs), strict=True):
+            close(output.outputs.data, model(prompt).softmax(-1), 1e-4)
+    steps = {"pooling_type": "STEP", "step_tag_id": 9}
+    async with AsyncEngine(decoding(tmp_path, pooler_config=steps)) as engine:
+        for prompt, output in zip(inputs, await encode_all(engine, inputs), strict=True):
+            places = [place for place, token in enumerate(prompt) if token == 9]
+            assert output.outputs.data.shape == (len(places), 2)
+            close(output.outputs.data, model(prompt).softmax(-1)[places], 1e-4)
+    one = {**steps, "returned_token_ids": [1]}
+    async with AsyncEngine(decoding(tmp_path, pooler_config=one)) as engine:
+        output = await engine.encode(inputs[0], PoolingParams(activation=False))
+        close(output.outputs.data, model(inputs[0])[[2, 5]][:, 1:], 1e-4)
+    for wrong in ({"pooling_type": "ALL", "step_tag_id": 9}, {**steps, "returned_token_ids": [2]},
+                  {**steps, "pooling_type": "LAST"}):  # fmt: skip
+        with pytest.raises(ConfigError, match="pooler_config: ") as refused:
+            await AsyncEngine(decoding(tmp_path, pooler_config=wrong)).start()
+        assert refused.value.param == "pooler_config"
+
+
+async def test_internlm2_rewards_by_its_own_head(tmp_path: Path) -> None:
+    """Its weights by its names, of a Llama whose queries are as many as its keys."""
+    save_decoder(tmp_path, "Llama", "ForCausalLM", num_key_value_heads=4)
+    states = transformers.LlamaModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    cfg = states.config
+    names = {
+        "embed_tokens": "tok_embeddings", "self_attn.o_proj": "attention.wo",
+        "mlp.": "feed_forward.", "down_proj": "w2", "gate_proj": "w1", "up_proj": "w3",
+        "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    tensors = {}
+    for name, tensor in states.state_dict().items():
+        if not any(part in name for part in ("q_proj", "k_proj", "v_proj")):
+            for own, theirs in names.items():
+                name = name.replace(own, theirs)
+            tensors[f"model.{name}"] = tensor
+    for layer in range(cfg.num_hidden_layers):
+        parts = [
+            getattr(states.layers[layer].self_attn, kind).weight.view(4, -1, cfg.hidden_size)
+            for kind in ("q_proj", "k_proj", "v_proj")
+        ]
+        joined = torch.stack(parts, 1).reshape(-1, cfg.hidden_size)
+        tensors[f"model.layers.{layer}.attention.wqkv.weight"] = joined
+    head = nn.Linear(cfg.hidden_size, 1, bias=False)
+    tensors["v_head.weight"] = head.weight
+    save_file({n: t.detach().contiguous() for n, t in tensors.items()},
+              tmp_path / "model.safetensors")  # fmt: skip
+    edit_json(tmp_path / "config.json", architectures=["InternLM2ForRewardModel"],
+              model_type="internlm2", bias=False)  # fmt: skip
+    inputs = prompts((1, 5, 30), vocab=199)
+    async with AsyncEngine(decoding(tmp_path)) as engine:
+        for prompt, output in zip(inputs, await encode_all(engine, inputs), strict=True):
+            with torch.no_grad():
+                want = head(states(torch.tensor([prompt])).last_hidden_state[0])
+            close(output.outputs.data, want, 1e-4)
+
+
+async def test_vectors_of_all_tokens_by_default(tmp_path: Path) -> None:
+    """Of any model that embeds, and of those at a step's end alone."""
+    folder = save_encoder(tmp_path, "Bert")
+    options = {"pooling_type": "ALL", "use_activation": False}
+    async with AsyncEngine(config(folder, pooler_config=options)) as engine:
+        assert engine.supported_tasks == ("token_embed", "embed")
+        for prompt, output in zip(prompts(), await encode_all(engine, prompts()), strict=True):
+            close(output.outputs.data, reference_states(folder, prompt))
+    options = {"pooling_type": "STEP", "step_tag_id": 9, "normalize": False}
+    async with AsyncEngine(config(folder, pooler_config=options)) as engine:
+        prompt = [5, 9, 6, 9]
+        output = await engine.encode(prompt)
+        close(output.outputs.data, reference_states(folder, prompt)[[1, 3]])
+
+
+@pytest.mark.parametrize(("family", "fields"), [("Phi", {}), ("GPTJ", {"rotary_dim": 8})])
+async def test_a_head_with_a_bias_is_left_out(
+    family: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_decoder(tmp_path, family, "ForCausalLM", **fields)
+    inputs = prompts((1, 5, 30), vocab=199)
+    async with AsyncEngine(decoding(folder)) as engine:
+        for prompt, output in zip(inputs, await encode_all(engine, inputs), strict=True):
+            close(output.outputs.data, F.normalize(reference_states(folder, prompt)[-1], dim=0))
+
+
 async def test_two_texts_are_distinguished_by_their_types(tmp_path: Path) -> None:
     folder = save_encoder(tmp_path, "Bert", "ForSequenceClassification", num_labels=1)
     async with AsyncEngine(config(folder)) as engine:
