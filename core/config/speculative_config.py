@@ -47,7 +47,46 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     draft_load_config: Annotated[
         DraftLoadConfig, doc("How the draft checkpoint is read, where that is not automatic.")
     ] = DraftLoadConfig()
+    adaptive_width: Annotated[
+        bool,
+        doc(
+            "Give rows fewer drafts, or none, where a wider step costs more than its accepted "
+            "drafts are worth."
+        ),
+    ] = True
+    num_speculative_tokens_per_batch_size: Annotated[
+        list[tuple[int, int, int]],
+        doc("[first, last, most drafts of a row] for steps with so many requests that generate."),
+    ] = []
     options: Annotated[dict[str, Any], doc("The speculator's own.")] = {}
+
+    def __post_init__(self) -> None:
+        last = 0
+        for index, (first, until, most) in enumerate(self.schedule):
+            name = "num_speculative_tokens_per_batch_size"
+            if first > until or most < 0 or (index == 0 and first != 1):
+                raise ValueError(
+                    f"{name}: [first, last, drafts] with first <= last and drafts >= 0, the "
+                    f"smallest first 1, not {[first, until, most]}"
+                )
+            if first <= last:
+                raise ValueError(f"{name}: {[first, until, most]} overlaps the range before it")
+            last = until
+
+    @property
+    def schedule(self) -> tuple[tuple[int, int, int], ...]:
+        """`num_speculative_tokens_per_batch_size`, ascending."""
+        return tuple(sorted(self.num_speculative_tokens_per_batch_size))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of drafts that all rows of a step may have, ascending: few, as each is
+        recorded."""
+        most = self.num_drafts
+        if not self.adaptive_width:
+            scheduled = {min(drafts, most) for _, _, drafts in self.schedule} - {0}
+            return tuple(sorted(scheduled or {most}))
+        return tuple(sorted({1, *(max(1, most >> halved) for halved in range(3))}))
 
     @classmethod
     def read(cls, value: dict[str, Any] | SpeculativeConfig) -> SpeculativeConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..config import EngineConfig
 from ..config.compatibility import active_capabilities
+from ..config.speculative_config import SpeculativeConfig
 from ..errors import ConfigError, PluginError
 from ..parts import adapters, encoder_decoder, kv_compression, speculation
 from ..parts.exclusions import check_exclusions
@@ -12,6 +13,7 @@ from ..protocols.parts import PartSetup, StepPart
 from ..registration.step_parts import KIND, active_parts, excluded_by
 from ..registry import Plugins
 from ..scheduling.parts.adapters import Adapters
+from ..scheduling.parts.draft_widths import DraftWidths
 from ..scheduling.parts.encoder_decoder import EncoderDecoder
 from ..scheduling.parts.guarded_connector import GuardedConnector
 from ..scheduling.parts.kv_compression import CompressionRule, KVCompression
@@ -43,7 +45,7 @@ def scheduler_parts(
         parts.append(Pipeline.maker(info.num_stages))
     if config.speculative_config is not None:
         _check(config, info, speculation.NAME, "speculative_config", "verifies no drafts")
-        parts.append(Speculation.maker(config.speculative_config.num_drafts))
+        parts.append(_speculation(config.speculative_config))
     if config.kv_compression is not None:
         _check(config, info, kv_compression.NAME, "kv_compression", "does not compact caches")
         if all(group.reach is not None for group in info.cache_groups):
@@ -62,6 +64,12 @@ def scheduler_parts(
         if _has_scheduler_half(part_class):
             parts.append(_maker(plugins, name, part_class, setup))
     return parts
+
+
+def _speculation(config: SpeculativeConfig) -> PartMaker:
+    most = config.num_drafts
+    choices = config.widths if config.adaptive_width else ()
+    return Speculation.maker(most, DraftWidths(most, choices, schedule=config.schedule))
 
 
 def _has_scheduler_half(part_class: type[StepPart]) -> bool:

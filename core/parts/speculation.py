@@ -40,7 +40,7 @@ class DraftResult(msgspec.Struct, frozen=True):
 
     proposed: list[int] = []
     """[num_rows] Drafts that the speculator had for the row's next tokens, once these were
-    sampled. Empty where no row may have any."""
+    sampled; -1: the row may have none. Empty if no row may."""
     verified: list[int] = []
     """[num_rows] Of the row's drafts in this step, those that the speculator had proposed; others
     are padding. Empty: no row had any."""

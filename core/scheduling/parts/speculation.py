@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import secrets
+import time
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
@@ -11,6 +13,7 @@ from ...parts.speculation import NAME, DraftPlan, DraftResult, DraftStart, Rejec
 from ...request import Request
 from ...step import StepPlan, StepResult
 from ..plan_builder import PlanBuilder
+from .draft_widths import DraftWidths, RowDrafts
 from .part import PartServices, SchedulerPart
 
 
@@ -24,16 +27,28 @@ class Speculation(SchedulerPart):
     name = NAME
     short_steps = False
 
-    def __init__(self, services: PartServices, num_drafts: int) -> None:
-        self._num_drafts = num_drafts
+    def __init__(
+        self,
+        services: PartServices,
+        num_drafts: int,
+        widths: DraftWidths,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """num_drafts: most of a row; widths: how many each gets."""
+        self._requests = services.requests
+        self._widths = widths
+        self._clock = clock
+        self._last_end = -math.inf
+        self._uniform = 0
+        """Drafts of each row of the plan that is being made; 0: each has its own."""
         self._kv = kv = services.kv
         self._most_spread: int | None = None
         """Spread of a length's bounds: blocks are released by the lower and taken by the upper one,
         so it counts as part of a chunk."""
         if any(group.reach is not None for group in kv.groups):
             self._most_spread = kv.max_chunk
-        self._num_proposed: dict[Request, int] = {}
-        """Running request → drafts proposed after its last result."""
+        self._rows: dict[Request, RowDrafts] = {}
+        """Running requests that may have drafts."""
         self._rejected: dict[int, int] = {}
         """Slot → rejected drafts that the worker still counts."""
         self._num_rows = self._num_verified = self._num_accepted = 0
@@ -41,8 +56,12 @@ class Speculation(SchedulerPart):
         self._key = secrets.token_bytes(16)
 
     @classmethod
-    def maker(cls, num_drafts: int) -> Callable[[PartServices], Speculation]:
-        return lambda services: cls(services, num_drafts)
+    def maker(
+        cls, num_drafts: int, widths: DraftWidths | None = None
+    ) -> Callable[[PartServices], Speculation]:
+        """Without `widths`, rows get all their drafts."""
+        widths = widths or DraftWidths(num_drafts)
+        return lambda services: cls(services, num_drafts, widths)
 
     # ------------------------------------------------------------ plans
 
@@ -52,16 +71,36 @@ class Speculation(SchedulerPart):
         digest = blake2b(who, key=self._key, digest_size=8).digest()
         return DraftStart(int.from_bytes(digest, "little") >> 2)
 
+    def begin_plan(self, builder: PlanBuilder) -> None:
+        """Choose the widths of the plan's rows."""
+        self._uniform = 0
+        proposing = [row for row in self._rows.values() if row.num_proposed]
+        if not proposing or builder.prompts_alone:
+            return
+        requests = self._requests
+        running = requests.running.requests
+        num_rows = sum(r.num_tokens - r.num_computed_tokens == 1 for r in running)
+        if num_rows:
+            admits = requests.has_free_slot and bool(requests.waiting.requests)
+            alone = num_rows == len(running) and not admits
+            self._uniform = self._widths.begin(num_rows, alone, proposing)
+        if self._uniform:
+            for request in running:
+                request.look_at = 0
+
     def look_at(self, request: Request) -> int | None:
         """Look at every row of a request with drafts."""
-        return 0 if request in self._num_proposed else None
+        row = self._rows.get(request)
+        return None if row is None or not row.num_proposed else 0
 
     def decode_tokens(self, request: Request, count: int, spare: int) -> int:
-        if not count or request not in self._num_proposed:
+        row = self._rows.get(request)
+        if not count or row is None or not (self._uniform or row.num_proposed):
             return count
+        width = self._uniform or self._widths.width(row)
         # The last token of a request is sampled, but never computed.
         left = request.max_total_tokens - request.num_tokens - 1
-        most = min(self._num_drafts, left, spare)
+        most = min(width, left, spare)
         if self._most_spread is not None:
             most = min(most, self._most_spread - 1 - request.num_unverified_tokens)
         return count + max(0, most)
@@ -80,18 +119,33 @@ class Speculation(SchedulerPart):
 
     # ------------------------------------------------------------ results
 
+    def begin_result(self, plan: StepPlan, result: StepResult) -> None:
+        """Measure the step, if it has no prompts."""
+        now = self._clock()
+        seconds = now - max(self._last_end, now - result.device_seconds)
+        self._last_end = now
+        drafts = self._drafts(plan)
+        if any(part.num_more_tokens for part in plan.parts.values()) or seconds <= 0:
+            return
+        if plan.slots and sum(plan.num_tokens) == len(plan.slots) + sum(drafts):
+            self._widths.took(len(plan.slots), drafts, seconds)
+
+    @staticmethod
+    def _drafts(plan: StepPlan) -> tuple[int, ...]:
+        part: DraftPlan | None = plan.parts.get(NAME)
+        return () if part is None else part.num_drafts
+
     def settle(self, request: Request, row: int, plan: StepPlan, result: StepResult) -> None:
         drafted: DraftResult | None = result.parts.get(NAME)
         if drafted is not None and drafted.proposed and plan.samples[row]:
-            if num_proposed := drafted.proposed[row]:
-                self._num_proposed[request] = num_proposed
-                request.look_at = 0
+            if (num_proposed := drafted.proposed[row]) < 0:
+                self._rows.pop(request, None)
             else:
-                self._num_proposed.pop(request, None)
-        planned: DraftPlan | None = plan.parts.get(NAME)
-        if planned is None or not planned.num_drafts or not planned.num_drafts[row]:
+                self._rows.setdefault(request, RowDrafts()).num_proposed = num_proposed
+                request.look_at = 0
+        drafts = self._drafts(plan)
+        if not drafts or not (num_drafts := drafts[row]):
             return
-        num_drafts = planned.num_drafts[row]
         rejected = num_drafts - max(0, result.counts[row] - 1)
         request.num_unverified_tokens -= num_drafts
         if rejected:
@@ -104,6 +158,8 @@ class Speculation(SchedulerPart):
         drafted: DraftResult | None = result.parts.get(NAME)
         if drafted is None or not drafted.verified or not drafted.verified[row]:
             return
+        if (known := self._rows.get(request)) is not None:
+            self._widths.verified(known, drafted.verified[row], result.counts[row] - 1)
         num_accepted = min(result.counts[row] - 1, len(tokens))
         self._num_rows += 1
         self._num_verified += drafted.verified[row]
@@ -113,7 +169,7 @@ class Speculation(SchedulerPart):
 
     def leave(self, request: Request) -> None:
         self._rejected.pop(request.slot, None)
-        self._num_proposed.pop(request, None)
+        self._rows.pop(request, None)
         request.num_unverified_tokens = 0
 
     @property

@@ -1,4 +1,4 @@
-"""Steps whose rows all have the most drafts, as recorded graphs of forward pass, sampling and
+"""Steps whose rows all have as many drafts, as recorded graphs of forward pass, sampling and
 verification.
 """
 
@@ -37,14 +37,15 @@ class DraftGraphs:
         verified: Callable[..., torch.Tensor],
         record: Recorder,
         max_tokens: int,
+        num_drafts: int,
     ) -> None:
-        """`forward`, `logits`: as for `DecodeGraphs`, over all tokens; `max_tokens`: of any
-        step.
+        """`forward`, `logits`: as for `DecodeGraphs`, over all tokens; `max_tokens`: of any step;
+        `num_drafts`: of each row.
         """
         self._forward, self._logits = forward, logits
         self._batch, self._sampler, self._verified = batch, sampler, verified
         self._record = record
-        width = self.width = 1 + batch.num_drafts
+        width = self.width = 1 + num_drafts
         most_tokens = min(max_tokens, MAX_TOKENS)
         self._counts = [n for n in row_counts(batch.num_slots) if n * width <= most_tokens]
         self._replays: dict[tuple[int, Ending], Replay] = {}
@@ -70,7 +71,7 @@ class DraftGraphs:
         return [kind for kind in kinds if kind not in self._replays]
 
     def launch(self, plan: StepPlan, num_drafts: Sequence[int], ending: Ending) -> bool:
-        """Replay a step; False, unchanged, if a row has fewer drafts, or without a graph."""
+        """Replay a step; False, unchanged, if a row has others, or without a graph."""
         num_rows = len(plan.slots)
         able = (n for n in self._counts if n >= num_rows and (n, ending) in self._replays)
         rows = next(able, None)

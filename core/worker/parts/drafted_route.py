@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class DraftedRoute:
-    """Uses one graph if all rows have the most drafts, else a graph of the forward pass, as for
+    """Uses one graph if all rows have as many drafts, else a graph of the forward pass, as for
     prompts.
     """
 
     def __init__(self, runner: ModelRunner, speculation: Speculation) -> None:
         self._runner = runner
         self._speculation = speculation
-        self.graphs: dict[str | None, DraftGraphs] = {}
-        """By the variant of recorded steps, once they are recorded."""
+        self.graphs: dict[tuple[str | None, int], DraftGraphs] = {}
+        """By the variant of recorded steps and the drafts of each row, once they are recorded."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep | None:
         part: DraftPlan | None = plan.parts.get(NAME)
@@ -61,7 +61,7 @@ class DraftedRoute:
     def _replay(self, plan: StepPlan, part: DraftPlan) -> LaunchedStep | None:
         """Run a step from a graph of rows with drafts; None if none serves it."""
         runner, rows_host = self._runner, list(plan.slots)
-        graphs = self.graphs.get(runner.parts.graph_key(plan))
+        graphs = self.graphs.get((runner.parts.graph_key(plan), part.num_drafts[0]))
         if graphs is None or not runner.parts.recordable(plan):
             return None
         if (ending := runner.ending(rows_host)) is Ending.LOGITS:

@@ -86,6 +86,7 @@ class SpeculationStart(PartStart):
             operations=self._start.operations,
             num_drafts=setup.num_drafts,
             passes=self._passes,
+            widths=config.widths,
         )
 
     def bind(self, caches: Sequence[Mapping[str, torch.Tensor]]) -> None:
@@ -136,11 +137,14 @@ class Speculation(WorkerPart):
         operations: Operations,
         num_drafts: int,
         passes: DraftPasses | None = None,
+        widths: Sequence[int] = (),
     ) -> None:
         """`who`: for messages; `num_drafts`: most per row; `passes`: of a speculator that needs
-        more than tokens.
+        more than tokens; `widths`: numbers of drafts that all rows of a step may have, which are
+        recorded; without any: the most.
         """
         self._passes = passes
+        self.widths = widths or (num_drafts,)
         self._speculator: Speculator | None = speculator
         self._who = who
         self._table = table
@@ -354,8 +358,8 @@ class Speculation(WorkerPart):
 
 
 def _numbers(step: LaunchedStep, rows: Sequence[int]) -> list[int]:
-    """Return each row's new drafts; [] if impossible."""
-    proposed = [0] * len(step.plan.slots) if rows else []
+    """Return each row's new drafts, -1 where it may have none; [] if no row may."""
+    proposed = [-1] * len(step.plan.slots) if rows else []
     if rows:
         for row, number in zip(rows, step.output["proposed"].tolist(), strict=True):
             proposed[row] = number

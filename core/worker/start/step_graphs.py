@@ -87,24 +87,29 @@ class Variant:
                 in_traffic=runner.stage is None,
                 written=written,
             )
-        self.drafts: DraftGraphs | None = None
-        """None: rows have no drafts, or steps with prompts are not recorded either."""
+        self.drafts: tuple[DraftGraphs, ...] = ()
+        """By the drafts of each row. Empty: rows have none, or steps with prompts are not recorded
+        either."""
         speculation = runner.parts.find(Speculation)
         if speculation is not None and self.mixed is not None:
-            self.drafts = DraftGraphs(
-                forward=forward,
-                logits=logits,
-                batch=batch,
-                sampler=runner.sampler,
-                verified=speculation.verified,
-                record=record,
-                max_tokens=max_tokens,
+            self.drafts = tuple(
+                DraftGraphs(
+                    forward=forward,
+                    logits=logits,
+                    batch=batch,
+                    sampler=runner.sampler,
+                    verified=speculation.verified,
+                    record=record,
+                    max_tokens=max_tokens,
+                    num_drafts=num_drafts,
+                )
+                for num_drafts in speculation.widths
             )
 
     @property
     def num_recorded(self) -> int:
         """Number of graphs recorded so far."""
-        kinds = (self.decode, self.mixed, self.drafts)
+        kinds = (self.decode, self.mixed, *self.drafts)
         return sum(each.num_recorded for each in kinds if each is not None)
 
 
@@ -173,24 +178,25 @@ class StepGraphs:
         runner.written = self._written
         if variant.mixed is not None:
             variant.mixed.record_for(FIRST_PROMPT)
-            if runner.batch.num_drafts:
-                variant.mixed.record_for(1 + runner.batch.num_drafts)
+            for drafts in variant.drafts:
+                variant.mixed.record_for(drafts.width)
         if name is None:
             runner.decode.graphs, runner.mixed.graphs = variant.decode, variant.mixed
         else:
             runner.decode.variants[name] = variant.decode
             if variant.mixed is not None:
                 runner.mixed.variants[name] = variant.mixed
-        if self._drafted is not None and variant.drafts is not None:
-            self._drafted.graphs[name] = variant.drafts
-            self._record_draft(variant)
+        if self._drafted is not None:
+            for drafts in variant.drafts:
+                self._drafted.graphs[name, drafts.width - 1] = drafts
+                self._record_draft(drafts)
 
-    def _record_draft(self, variant: Variant) -> bool:
+    @staticmethod
+    def _record_draft(drafts: DraftGraphs) -> bool:
         """Record one more step with drafts; return whether more are left."""
-        used = None if self._drafted is None else self._drafted.graphs.get(variant.name)
-        missing = [] if used is None else used.missing()
-        if used is not None and missing:
-            used.record(*missing[0])
+        missing = drafts.missing()
+        if missing:
+            drafts.record(*missing[0])
         return len(missing) > 1
 
     def record_next(self) -> bool:
@@ -210,7 +216,7 @@ class StepGraphs:
         missing = variant.decode.missing()
         if missing:
             variant.decode.record(*missing[0])
-        more = self._record_draft(variant)
+        more = any([self._record_draft(drafts) for drafts in variant.drafts])
         for _ in range(MIXED_TOGETHER):
             more = (mixed is not None and mixed.record_next()) or more
         return more or len(missing) > 1

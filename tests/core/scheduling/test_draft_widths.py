@@ -1,0 +1,211 @@
+"""Adaptive widths of drafts, in virtual time: never slower than without, as good as what pays."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from scheduled import add, drafted, drafts_of, make_request
+
+from jackfield.core.config.speculative_config import SpeculativeConfig
+from jackfield.core.errors import ConfigError
+from jackfield.core.scheduling.parts.draft_widths import DraftWidths
+from jackfield.core.scheduling.parts.speculation import Speculation
+from jackfield.core.scheduling.scheduler import Scheduler
+from jackfield.core.step import StepPlan, StepResult
+from jackfield.plugins.policies.builtin import FirstComeFirstServed
+
+MOST = 8
+WIDTHS = (1, 2, 4, 8)
+
+
+@dataclass
+class Device:
+    """Says how long a step takes: as long as its weights take to be read, or its tokens to be
+    computed, and its launches, if it was not recorded."""
+
+    weights: float = 0.004
+    token: float = 0.00002
+    launches: float = 0.0006
+
+    def seconds(self, plan: StepPlan) -> float:
+        tokens = sum(plan.num_tokens)
+        recorded = len(set(plan.num_tokens)) == 1
+        return max(self.weights, self.token * tokens) + (0.0 if recorded else self.launches)
+
+
+@dataclass
+class Traffic:
+    """Requests that never end, and what is accepted of their drafts."""
+
+    num_rows: int
+    rates: list[float]
+    """Probability of each draft, by request."""
+    proposing: float = 1.0
+    """Share of results after which a row has proposals."""
+    widths: Any = None
+    device: Device = field(default_factory=Device)
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(1)
+        self.planned: list[int] = []
+        """Drafts of each plan."""
+        part = None
+        if self.widths is not None:
+
+            def part(services: Any) -> Speculation:
+                return Speculation(services, MOST, self.widths, clock=lambda: self.now)
+
+        self.scheduler = Scheduler(
+            max_num_seqs=self.num_rows, max_num_batched_tokens=8192, max_model_len=1 << 18,
+            num_blocks=1 << 17, block_size=16, enable_prefix_caching=False,
+            enable_chunked_prefill=True, policy=FirstComeFirstServed(),
+            parts=[] if part is None else [part],
+        )  # fmt: skip
+        requests = [make_request(4, max_tokens=1 << 17) for _ in range(self.num_rows)]
+        add(self.scheduler, *requests)
+
+    def result(self, plan: StepPlan, seconds: float) -> StepResult:
+        drafts = drafts_of(plan).num_drafts or (0,) * len(plan.slots)
+        counts, verified, proposed = [], [], []
+        for slot, num_drafts in zip(plan.slots, drafts, strict=True):
+            real = min(num_drafts, self.proposed.get(slot, 0))
+            rate, accepted = self.rates[slot % len(self.rates)], 0
+            while accepted < real and self.draw.random() < rate:
+                accepted += 1
+            counts.append(1 + accepted)
+            verified.append(real)
+            self.proposed[slot] = MOST if self.draw.random() < self.proposing else 0
+            proposed.append(self.proposed[slot])
+        parts = drafted(proposed=proposed, verified=verified) if self.widths else {}
+        ids = [50] * sum(counts)
+        return StepResult(plan.step, counts, ids, parts=parts, device_seconds=seconds)
+
+    def run(self, seconds: float) -> float:
+        """Return the tokens per second of a stretch, with two steps in flight."""
+        self.proposed: dict[int, int] = getattr(self, "proposed", {})
+        begin, before = self.now, self.scheduler.stats.generation_tokens
+        flying: deque[tuple[StepPlan, float]] = deque()
+        while self.now - begin < seconds:
+            plan = self.scheduler.schedule()
+            assert plan is not None
+            self.planned.append(sum(drafts_of(plan).num_drafts))
+            flying.append((plan, self.now))
+            if len(flying) < 2:
+                continue
+            done, launched = flying.popleft()
+            self.now += self.device.seconds(done)
+            self.scheduler.update(done, self.result(done, self.now - launched))
+        for done, launched in flying:
+            self.now += self.device.seconds(done)
+            self.scheduler.update(done, self.result(done, self.now - launched))
+        return (self.scheduler.stats.generation_tokens - before) / (self.now - begin)
+
+
+def speed(
+    num_rows: int, rates: list[float], widths: Any, proposing: float = 1.0, **more: Any
+) -> float:
+    traffic = Traffic(num_rows, rates, proposing, widths, **more)
+    traffic.run(0.4)
+    return traffic.run(1.2)
+
+
+def adaptive() -> DraftWidths:
+    return DraftWidths(MOST, WIDTHS)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 256])
+@pytest.mark.parametrize("proposing", [1.0, 0.3])
+def test_text_that_cannot_be_guessed_is_never_slower(num_rows: int, proposing: float) -> None:
+    without = speed(num_rows, [0.0], None)
+    assert speed(num_rows, [0.02], adaptive(), proposing) >= 0.98 * without
+
+
+SIZES = [1, 8, 32, *(pytest.param(many, marks=pytest.mark.slow) for many in (64, 128, 256))]
+
+
+@pytest.mark.parametrize("num_rows", SIZES)
+@pytest.mark.parametrize("rate", [0.4, 0.8])
+def test_it_is_about_as_fast_as_the_best_width(num_rows: int, rate: float) -> None:
+    """Of the fixed ones, which someone would have had to know."""
+    fixed = [speed(num_rows, [rate], DraftWidths(width)) for width in WIDTHS]
+    best = max(speed(num_rows, [rate], None), *fixed)
+    assert speed(num_rows, [rate], adaptive()) >= 0.95 * best
+
+
+def test_rows_of_one_step_have_widths_of_their_own() -> None:
+    """One in four can be guessed; the device is full enough that the others' drafts cost."""
+    rates = [0.9, 0.02, 0.02, 0.02]
+    without, all_alike = speed(64, rates, None), speed(64, rates, DraftWidths(MOST))
+    assert speed(64, rates, adaptive()) > 1.1 * max(without, all_alike)
+
+
+def test_drafts_come_back_when_they_pay_again() -> None:
+    """Once text can be guessed; and once the device has room, as its costs are tried again."""
+    traffic = Traffic(16, [0.02], 1.0, adaptive(), device=Device(token=0.0001))
+    slow = traffic.run(3.0)
+    traffic.rates = [0.9]
+    traffic.run(5.0)
+    assert traffic.run(1.0) > 1.4 * slow
+    traffic = Traffic(16, [0.8], 1.0, adaptive(), device=Device(token=0.0004))
+    traffic.run(5.0)
+    assert sum(traffic.planned[-100:]) < 100
+    traffic.device.token = 0.000005
+    traffic.run(10.0)
+    assert traffic.run(1.0) > 2 * 16 / 0.004
+
+
+def test_a_slow_first_step_is_forgiven() -> None:
+    """The first step of a width may compile or record: it is tried again."""
+    traffic = Traffic(4, [0.9], 1.0, adaptive(), device=Device(weights=0.05))
+    traffic.run(0.6)
+    plain = speed(4, [0.9], None)
+    for width in WIDTHS:
+        traffic.widths.took(4, (width,) * 4, 2.0)
+    traffic.device.weights = 0.004
+    traffic.run(8.0)
+    assert traffic.run(1.0) > 2 * plain
+
+
+def test_a_schedule_caps_the_drafts_of_a_step() -> None:
+    schedule = ((1, 2, 8), (4, 9, 1))
+    for num_rows, most in ((1, 8), (2, 8), (3, 8), (4, 1), (9, 1), (12, 1)):
+        traffic = Traffic(num_rows, [0.9], 1.0, DraftWidths(MOST, schedule=schedule))
+        traffic.run(0.2)
+        assert max(traffic.planned) == most * num_rows, num_rows
+    none = Traffic(4, [0.9], 1.0, DraftWidths(MOST, WIDTHS, schedule=((1, 4, 0),)))
+    none.run(1.5)
+    assert not any(none.planned)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reason"),
+    [
+        ([[2, 4, 1]], "smallest first 1"),
+        ([[1, 4, 1], [4, 9, 0]], "overlaps"),
+        ([[3, 1, 1]], "first <= last"),
+        ([[1, 4, -1]], "drafts >= 0"),
+        ([[1, 4]], "num_speculative_tokens_per_batch_size"),
+    ],
+)
+def test_a_wrong_schedule_is_named(schedule: Any, reason: str) -> None:
+    options = {"method": "ngram", "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError, match=reason) as error:
+        SpeculativeConfig.read({**options, "num_speculative_tokens_per_batch_size": schedule})
+    assert error.value.param == "speculative_config"
+
+
+def test_widths_that_are_recorded() -> None:
+    def widths(most: int, **more: Any) -> tuple[int, ...]:
+        options = {"method": "ngram", "num_speculative_tokens": most, **more}
+        return SpeculativeConfig.read(options).widths
+
+    assert [widths(most) for most in (1, 2, 5, 24)] == [(1,), (1, 2), (1, 2, 5), (1, 6, 12, 24)]
+    fixed: dict[str, Any] = {"adaptive_width": False}
+    assert widths(5, **fixed) == (5,)
+    fixed["num_speculative_tokens_per_batch_size"] = [[9, 20, 1], [1, 8, 9], [21, 99, 0]]
+    assert widths(5, **fixed) == (1, 5)
