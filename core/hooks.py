@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .protocols.latent_attention import LatentAttentionBackend
     from .protocols.loaders import CheckpointFormat, WeightLoader
     from .protocols.logits_processors import LogitsProcessor
+    from .protocols.media import MediaModel
     from .protocols.models import CheckpointConfig, Model, PlainConfig, PoolingModel
     from .protocols.parsers import ReasoningParser, ToolParser
     from .protocols.parts import StepPart
@@ -271,6 +272,18 @@ def register_parts(registry: Registry[type[StepPart]]) -> None:
 
     Used by the engine and by each worker at start (`EngineConfig.parts`). Contract:
     `protocols.StepPart`, whose halves are a `SchedulerPart` and a `WorkerPart`.
+    """
+
+
+@hookspec
+def register_media_models(registry: Registry[type[MediaModel]]) -> None:
+    """Architecture name of a multimodal checkpoint → how its pictures are processed and encoded.
+
+        registry.add("LlavaForConditionalGeneration", "my_package.llava:Llava")
+
+    Used by the engine, its front ends and each worker at start, for a checkpoint whose text part is
+    served (`registry.add_text_part` of `register_models`); without an entry, its media are refused.
+    Contract: `protocols.MediaModel`.
     """
 
 

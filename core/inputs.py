@@ -12,6 +12,9 @@ class TextPrompt(TypedDict):
     """A prompt given as text."""
 
     prompt: str
+    multi_modal_data: NotRequired[Mapping[str, Any]]
+    """Modality → an item or a list of items, in the order of the placeholders in the prompt: URLs,
+    bytes, pictures of Pillow, or arrays [height, width, 3] of uint8."""
 
 
 class TokensPrompt(TypedDict):
@@ -20,6 +23,8 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str | None]
     """Its text, which outputs repeat."""
+    multi_modal_data: NotRequired[Mapping[str, Any]]
+    """As `TextPrompt`; each item has one placeholder among the ids."""
 
 
 SinglePrompt: TypeAlias = str | list[int] | TextPrompt | TokensPrompt

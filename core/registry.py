@@ -64,6 +64,7 @@ KINDS = {
     "structured_backend": "register_structured_backends",
     "logits_processor": "register_logits_processors",
     "part": "register_parts",
+    "media_model": "register_media_models",
     "adapter_format": "register_adapter_formats",
     "adapter_resolver": "register_adapter_resolvers",
     "weight_loader": "register_weight_loaders",

@@ -16,7 +16,7 @@ import msgspec
 
 from .lora_request import AdapterRef
 from .outputs import FinishReason, KVCompressionUsage
-from .parts import encoder_decoder
+from .parts import encoder_decoder, media
 from .pooling_params import PooledRow, PoolingParams
 from .sampling_params import SamplingParams
 from .step import CompiledGrammar, TokenLogprobs
@@ -56,10 +56,10 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     cache_extra: tuple[str | int, ...] = ()
-    """Other inputs that the KV depends on (an adapter's digest, an image's)."""
-    late_extra: tuple[int, str] | None = None
-    """A position, and an input that the KV depends on from there on: a prefix before it is that of
-    requests without."""
+    """Other inputs that the KV depends on (an adapter's digest)."""
+    late_extra: tuple[tuple[int, str], ...] = ()
+    """Positions, each with an input that the KV depends on from there on (an item's digest): a
+    prefix before the first is that of requests without."""
     pooling: PoolingParams | None = None
     """Set for a pooling request; its result takes the place of one sampled token (`max_tokens` is
     1)."""
@@ -273,8 +273,10 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     source_token_ids: list[int] = []
     """Of an encoder-decoder model, whose prompt is the decoder's."""
     cache_extra: tuple[str | int, ...] = ()
-    late_extra: tuple[int, str] | None = None
+    late_extra: tuple[tuple[int, str], ...] = ()
     """These two: see `Request`."""
+    media: tuple[media.MediaItem, ...] = ()
+    """Items of the prompt, in order."""
     parts: dict[str, Any] = {}
     """Name of a part → what it must know of the request."""
     adapter: AdapterRef | None = None
@@ -295,6 +297,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.source_token_ids:
             extra = (*extra, source_digest(self.source_token_ids))
             parts[encoder_decoder.NAME] = encoder_decoder.Source(self.source_token_ids)
+        if self.media:
+            parts[media.NAME] = media.RequestMedia(self.media)
         name, count = new_scheduler_id(), self.params.n
         requests: list[Request] = []
         for index in range(count):
@@ -315,7 +319,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
                     token_type_ids=self.token_type_ids,
                     reads_cache=self.reads_cache,
                     cache_extra=extra,
-                    late_extra=self.late_extra,
+                    late_extra=(*media.late_extras(self.media), *self.late_extra),
                     parts=dict(parts),
                     leader=requests[0] if requests else None,
                 )

@@ -11,6 +11,7 @@ from jackfield.core.parts import (
     encoder_decoder,
     kv_compression,
     kv_transfer,
+    media,
     speculation,
     states,
 )
@@ -35,6 +36,7 @@ CAPABILITIES = {
     kv_transfer.NAME: "KV connectors",
     states.NAME: "models with states",
     encoder_decoder.NAME: "encoder-decoder models",
+    media.NAME: "pictures",
     adapters.NAME: "adapters",
     RECORDING: "recorded plans",
     CALCULATED_SCALES: "calculated KV scales",

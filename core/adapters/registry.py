@@ -178,7 +178,7 @@ class AdapterRegistry:
         key = info.digest if dtype == "auto" else f"{info.digest} {dtype}"
         extra, late = spec.cache_extra, spec.late_extra
         if first:
-            late = (first, key)
+            late = (*late, (first, key))
         else:
             extra = (*extra, key)
         return msgspec.structs.replace(

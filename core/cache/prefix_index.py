@@ -16,9 +16,9 @@ class BlockHasher:
 
     The first block's parent hashes whatever else the KV depends on, and tenants
     (`Request.cache_salt`, `Request.cache_extra`). What the KV depends on from a position on
-    (`Request.late_extra`) is added to the block that holds it. The key is random, against searched
-    collisions; with a KV connector, it is the fingerprint of model and cache
-    (`KVLayout.fingerprint`), so that equal engines agree.
+    (`Request.late_extra`) is added to the block that holds it, and so to all that follow. The key
+    is random, against searched collisions; with a KV connector, it is the fingerprint of model and
+    cache (`KVLayout.fingerprint`), so that equal engines agree.
     """
 
     def __init__(self, block_size: int, key: bytes | None = None) -> None:
@@ -36,22 +36,23 @@ class BlockHasher:
         parent = hashes[-1] if hashes else self.root(request)
         tokens = request.known_tokens(len(hashes) * size, num_blocks * size)
         keyed, data, width = self._keyed, pack(f"{len(tokens)}q", *tokens), 8 * size
-        late_start, late = self._late(request, len(hashes))
+        late = self._late(request) if request.late_extra else {}
         for start in range(0, len(data), width):
             hasher = keyed.copy()
             hasher.update(parent + data[start : start + width])
-            if start == late_start:
-                hasher.update(late)
+            if late:
+                hasher.update(late.get(len(hashes), b""))
             parent = hasher.digest()
             hashes.append(parent)
 
-    def _late(self, request: Request, first_block: int) -> tuple[int, bytes]:
-        """Return the byte at which the block begins that `Request.late_extra` is added to, counted
-        from the block `first_block`, and what is added."""
-        if request.late_extra is None:
-            return -1, b""
-        block = request.late_extra[0] // self.block_size - first_block
-        return 8 * self.block_size * block, repr(request.late_extra).encode()
+    def _late(self, request: Request) -> dict[int, bytes]:
+        """Return the numbers of the blocks that have an entry of `Request.late_extra`, and what is
+        added to them."""
+        found: dict[int, bytes] = {}
+        for entry in request.late_extra:
+            block = entry[0] // self.block_size
+            found[block] = found.get(block, b"") + repr(entry).encode()
+        return found
 
     def root(self, request: Request) -> bytes:
         """Return the hash of a request's dependencies besides tokens."""

@@ -17,6 +17,7 @@ from .adapter_options import lora_modules
 from .annotations import DTYPE_SYNONYMS, doc
 from .compatibility import check_compatible
 from .kv_transfer_config import KVTransferConfig
+from .media_options import media_limits
 from .model_names import HubName, local_or_hub_name
 from .output_options import OutputOptions
 from .parallel_options import IN_PLACE, layer_partition
@@ -60,7 +61,10 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         convert = functools.partial(msgspec.structs.force_setattr, self)
-        for name in ("served_model_name", "disable_plugins", "kv_cache_dtype_skip_layers"):
+        for name in (
+            "served_model_name", "disable_plugins", "kv_cache_dtype_skip_layers",
+            "allowed_media_domains",
+        ):  # fmt: skip
             convert(name, _as_tuple(getattr(self, name)))
         if isinstance(layers := self.kv_cache_dtype_skip_layers, tuple):
             words = tuple(str(word) if isinstance(word, int) else word for word in layers)
@@ -70,6 +74,7 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
         if isinstance(self.dtype, str) and self.dtype in DTYPE_SYNONYMS:
             convert("dtype", DTYPE_SYNONYMS[self.dtype])
         convert("lora_modules", lora_modules(self.lora_modules))
+        convert("limit_mm_per_prompt", media_limits(self.limit_mm_per_prompt))
         self._resolve_hub_names(convert)
         convert("pipeline_layer_partition", layer_partition(self.pipeline_layer_partition))
         if isinstance(self.kv_transfer_config, dict | KVTransferConfig):

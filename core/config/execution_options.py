@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from .adapter_options import AdapterOptions
 from .annotations import doc
+from .media_options import MediaOptions
 from .speculative_config import SpeculativeConfig
 
 
-class ExecutionOptions(AdapterOptions, frozen=True, kw_only=True):
+class ExecutionOptions(MediaOptions, frozen=True, kw_only=True):
     """How steps are computed: drafts, attention, operations, quantization and CUDA graphs."""
 
     speculative_config: Annotated[

@@ -14,6 +14,7 @@ from ..errors import ContextLengthExceeded, InvalidRequest
 from ..inputs import Prompt, is_single, text_and_tokens
 from ..loading.model_config import ModelConfig, SourceConfig
 from ..lora_request import AdapterRef
+from ..parts.media import MediaItem
 from ..protocols.executors import ExecutorInfo
 from ..registration.extra_args import ExtraArgs
 from ..request import GrammarRequest, RequestSpec
@@ -42,6 +43,7 @@ class PreparedPrompt:
     """The encoder's text as passed."""
     source_token_ids: list[int] = dataclasses.field(default_factory=list)
     """The encoder's tokens of an encoder-decoder model; the others are the decoder's."""
+    media: tuple[MediaItem, ...] = ()
 
 
 def request_limits(
@@ -198,6 +200,14 @@ class Admission:
         check_vocabulary(token_ids, self.model_config.vocab_size)
         return PreparedPrompt(text, token_ids)
 
+    def place(
+        self, prompt: PreparedPrompt, token_ids: list[int], items: tuple[MediaItem, ...]
+    ) -> PreparedPrompt:
+        """Return a prompt with items, whose tokens are among these."""
+        self._check_num_tokens(token_ids)
+        check_vocabulary(token_ids, self.model_config.vocab_size)
+        return dataclasses.replace(prompt, token_ids=token_ids, media=items)
+
     def _prepare_source(
         self,
         token_ids: list[int],
@@ -269,6 +279,7 @@ class Admission:
             priority=priority,
             cache_salt=cache_salt,
             source_token_ids=prompt.source_token_ids,
+            media=prompt.media,
             data_parallel_rank=data_parallel_rank,
             adapter=adapter,
         )

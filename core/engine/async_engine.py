@@ -107,6 +107,7 @@ class AsyncEngine:
         try:
             add_plugin_metrics(self.plugins, core.registry, self)
             self._entry = RequestEntry(core, self._texts, self.plugins)
+            await self._entry.start()
         except BaseException:
             await core.stop()
             raise
@@ -141,6 +142,8 @@ class AsyncEngine:
             if self.core.in_process:
                 await self.plugins.emit("engine_stopping", engine=self)
         await self.core.stop()
+        if self._entry is not None:
+            self._entry.close()
         self._texts.close()
         await self._events.settled()
 
@@ -405,7 +408,8 @@ class AsyncEngine:
         limit: TokenLimit | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[int]:
-        """Return the prompt's token ids, as `chat` would send them. Blocks; see `tokenize_chat`.
+        """Return the prompt's token ids, as `chat` would send those of texts. Blocks; see
+        `tokenize_chat`.
 
         limit: how many tokens, and what happens to more; None: as `tokenize_limit`.
         """
@@ -419,9 +423,10 @@ class AsyncEngine:
         limit: TokenLimit | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[int]:
-        """Run `render_chat` on a thread for texts. Raises EngineOverloaded if too many wait."""
+        """Run `render_chat` on a thread for texts, and count media. Raises EngineOverloaded if too
+        many wait."""
         limit = limit or self.tokenize_limit("messages")
-        return await self._texts.tokenize_chat(messages, limit, **options)
+        return await self._started_entry().tokenize_chat(messages, limit, **options)
 
     def prompt_end(self, chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
         """Return what the model's chat template writes last before a response, "" if unknown."""

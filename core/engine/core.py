@@ -241,7 +241,12 @@ class EngineCore:
             groups=self.info.cache_groups,
             num_snapshots=self.info.num_snapshots,
             parts=scheduler_parts(
-                config, self.info, limits.max_model_len, self._connector, self.plugins
+                config,
+                self.info,
+                limits.max_model_len,
+                self._connector,
+                self.plugins,
+                model_config.media,
             ),
             ttft_target=config.ttft_target_ms / 1000,
             describe=self._described,

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import copy_context
-from typing import NamedTuple, TypeVar, Unpack
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 from ..errors import InvalidRequest, shown
 from ..inputs import ChatMessage, Prompt
 from ..lora_request import AdapterRef
+from ..media.media_input import MediaInput
+from ..media.sources import MediaSource, of_prompt, split
 from ..pooling_params import PoolingParams
 from ..registration.extra_args import ExtraArgs
 from ..registry import Plugins
 from ..request import GrammarRequest
 from ..sampling_params import MAX_NAME_LENGTH, SamplingParams
+from ..text.token_limit import TokenLimit
 from .admission import Admission, PreparedPrompt, request_limits
 from .core_client import CoreClient
 from .pooling import PoolingAdmission, PoolingPrompt, PoolingState
@@ -53,13 +57,31 @@ class RequestEntry:
             extra_args=ExtraArgs(plugins, config),
             compresses=config.kv_compression is not None,
         )
+        self.media: MediaInput | None = None
+        """None: prompts have no media."""
+        if model_config.media is not None:
+            self.media = MediaInput(
+                config, model_config, model_config.media, plugins, texts.tokenizer
+            )
+
+    async def start(self) -> None:
+        """Raises ConfigError."""
+        if self.media is not None:
+            self.texts.placeholders |= await self.media.start()
+
+    def close(self) -> None:
+        if self.media is not None:
+            self.media.close()
 
     async def complete(
         self, prompt: Prompt, params: SamplingParams | None, envelope: Envelope
     ) -> RequestState:
         sampling = self._sampling(params)
         envelope = self._open(envelope)
+        prompt, sources = self._without_media(prompt)
         prepared = await self.admission.prepare(prompt, sampling)
+        if sources:
+            prepared = await self._with_media(prepared, sources, sampling, "prompt")
         return await self._add(prepared, sampling, envelope, GrammarRequest(chat=False))
 
     async def chat(
@@ -72,11 +94,76 @@ class RequestEntry:
         sampling = self._sampling(params)
         envelope = self._open(envelope)
         limit = self.admission.token_limit(sampling, "messages")
+        messages, sources = self._split(messages)
         token_ids = await self.texts.tokenize_chat(messages, limit, **options)
         prepared = self.admission.prepare_tokens(token_ids, sampling)
+        if sources:
+            prepared = await self._with_media(prepared, sources, sampling, "messages")
         arguments = self.texts.template_kwargs(options.get("chat_template_kwargs"))
         grammar = GrammarRequest(chat=True, template_arguments=arguments)
         return await self._add(prepared, sampling, envelope, grammar)
+
+    async def tokenize_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        limit: TokenLimit,
+        **options: Unpack[ChatOptions],
+    ) -> list[int]:
+        """Return the prompt's token ids as `chat` computes them."""
+        messages, sources = self._split(messages)
+        token_ids = await self.texts.tokenize_chat(messages, limit, **options)
+        if not sources:
+            return token_ids
+        assert self.media is not None, "there are none without"
+        return self.media.placed(token_ids, await self.media.contents(sources), "messages")[0]
+
+    # ------------------------------------------------------------ media
+
+    def _split(
+        self, messages: Sequence[ChatMessage]
+    ) -> tuple[Sequence[ChatMessage], list[MediaSource]]:
+        """Return the messages, with media by type alone, and the sources of these."""
+        if self.media is not None:
+            return split(messages, self.media.modalities)
+        if reason := self.core.model_config.text_alone:
+            with contextlib.suppress(InvalidRequest):
+                split(messages, ())
+                return messages, []
+            raise InvalidRequest(
+                f"messages: this server takes text alone: {reason}", param="messages"
+            )
+        return messages, []
+
+    def _without_media(self, prompt: Prompt) -> tuple[Prompt, list[MediaSource]]:
+        """Return a prompt without `multi_modal_data`, and the sources there."""
+        data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+        if not data:
+            return prompt, []
+        if self.media is None:
+            reason = self.core.model_config.text_alone or "this model reads text"
+            raise InvalidRequest(
+                f"multi_modal_data: this engine takes text alone: {reason}",
+                param="multi_modal_data",
+            )
+        rest: Any = {key: value for key, value in prompt.items() if key != "multi_modal_data"}  # type: ignore[union-attr]
+        return rest, of_prompt(data, self.media.modalities)
+
+    async def _with_media(
+        self,
+        prompt: PreparedPrompt,
+        sources: Sequence[MediaSource],
+        params: SamplingParams,
+        field: str,
+    ) -> PreparedPrompt:
+        """Put items into a prompt. Raises InvalidRequest."""
+        assert self.media is not None, "there are none without"
+        if params.truncate_prompt_tokens is not None:
+            raise InvalidRequest(
+                "truncate_prompt_tokens: a prompt with pictures is not truncated; leave it out",
+                param="truncate_prompt_tokens",
+            )
+        contents = await self.media.contents(sources)
+        return self.admission.place(prompt, *self.media.placed(prompt.token_ids, contents, field))
 
     async def encode(
         self,

@@ -18,12 +18,19 @@ from ..grammars.store import check_backend
 from ..loading.dialects import declared_parser, marks_in, recognized
 from ..loading.generation_config import read_generation_config
 from ..loading.json_file import object_if_there
-from ..loading.model_config import ModelConfig, SourceConfig, resolve_model_config
+from ..loading.model_config import (
+    MediaConfig,
+    ModelConfig,
+    SourceConfig,
+    resolve_model_config,
+)
 from ..loading.resolve_pooling import resolve_pooling
 from ..parts import encoder_decoder
+from ..parts import media as media_part
 from ..parts.exclusions import check_exclusions
 from ..protocols.executors import ExecutorInfo
 from ..protocols.kv import check_serves_ranks
+from ..protocols.media import MediaModel, MediaSetup
 from ..registration.architecture import registered_name
 from ..registration.executor_choice import choose_executor
 from ..registration.plugin_options import typed_options
@@ -74,8 +81,8 @@ def resolve_config(config: EngineConfig, plugins: Plugins) -> EngineConfig:
 def resolve_runner(
     requested: EngineConfig, config: EngineConfig, model_config: ModelConfig, plugins: Plugins
 ) -> tuple[EngineConfig, ModelConfig]:
-    """Set `pooling`, `source`, and a token budget for prompts that cannot be split. requested: the
-    options before resolution.
+    """Set `pooling`, `source`, `media`, and a token budget for prompts that cannot be split.
+    requested: the options before resolution.
 
     Raises ConfigError, LoadError.
     """
@@ -84,6 +91,7 @@ def resolve_runner(
     model_type = getattr(model_config.hf_config, "model_type", None)
     model = registry.load(registered_name(registry, config, name, model_type))
     model_config = resolve_source(config, resolve_pooling(config, model_config, model), model)
+    model_config = resolve_media(config, model_config, model, plugins)
     pooling = model_config.pooling
     if pooling is not None and config.kv_transfer_config is not None:
         raise ConfigError(
@@ -176,6 +184,48 @@ def resolve_source(config: EngineConfig, model_config: ModelConfig, model: Any) 
     return dataclasses.replace(
         model_config,
         source=SourceConfig(start, token("forced_bos_token_id"), _sequences(bad_words)),
+    )
+
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Of which a checkpoint has one, if its media can be processed."""
+
+
+def resolve_media(
+    config: EngineConfig, model_config: ModelConfig, model: Any, plugins: Plugins
+) -> ModelConfig:
+    """Set `media` for a checkpoint whose media can be served, or `text_alone`.
+
+    `model`: the class of the text part. Raises ConfigError with the field's name.
+    """
+    architecture, registry = model_config.text_part_of, plugins["media_model"]
+    if architecture is None:
+        return model_config
+
+    def text_alone(reason: str) -> ModelConfig:
+        return dataclasses.replace(model_config, text_alone=reason)
+
+    if architecture not in registry:
+        refusal = registry.refusal(architecture)
+        return text_alone(refusal or f"the encoder of {architecture} is not supported yet")
+    if model_config.pooling is not None:
+        return text_alone("its states are pooled, which is done with texts alone yet")
+    media: type[MediaModel] = registry.load(architecture)
+    modalities = tuple(each for each in media.modalities if config.media_limit(each))
+    if not modalities:
+        return text_alone("limit_mm_per_prompt or language_model_only turns them off")
+    if not any((model_config.path / name).is_file() for name in PROCESSOR_FILES):
+        return text_alone(f"the checkpoint has no {' or '.join(PROCESSOR_FILES)}")
+    if not getattr(model, "takes_media", False):
+        return text_alone(f"{model_config.architecture} takes no embeddings in place of tokens")
+    setup = MediaSetup(model_config.path, model_config.whole_config)
+    with registry.calling(architecture, "refusal"):
+        refusal = media.refusal(setup)
+    if refusal is not None:
+        return text_alone(refusal)
+    check_exclusions([*active_capabilities(config), media_part.NAME])
+    return dataclasses.replace(
+        model_config, media=MediaConfig(architecture, modalities, media.whole_spans)
     )
 
 

@@ -6,7 +6,8 @@ from ..config import EngineConfig
 from ..config.compatibility import active_capabilities
 from ..config.speculative_config import SpeculativeConfig
 from ..errors import ConfigError, PluginError
-from ..parts import adapters, encoder_decoder, kv_compression, speculation
+from ..loading.model_config import MediaConfig
+from ..parts import adapters, encoder_decoder, kv_compression, media, speculation
 from ..parts.exclusions import check_exclusions
 from ..protocols.executors import ExecutorInfo
 from ..protocols.parts import PartSetup, StepPart
@@ -18,6 +19,7 @@ from ..scheduling.parts.encoder_decoder import EncoderDecoder
 from ..scheduling.parts.guarded_connector import GuardedConnector
 from ..scheduling.parts.kv_compression import CompressionRule, KVCompression
 from ..scheduling.parts.kv_transfer import KVTransfer
+from ..scheduling.parts.media import Media
 from ..scheduling.parts.part import PartMaker, PartServices, SchedulerPart
 from ..scheduling.parts.pipeline import Pipeline
 from ..scheduling.parts.speculation import Speculation
@@ -30,6 +32,7 @@ def scheduler_parts(
     max_model_len: int,
     connector: GuardedConnector | None,
     plugins: Plugins,
+    media_config: MediaConfig | None = None,
 ) -> list[PartMaker]:
     """Return the parts' makers in calling order. Raises ConfigError for an option without its part
     in the worker.
@@ -59,6 +62,15 @@ def scheduler_parts(
         parts.append(States)
     if encoder_decoder.NAME in info.parts:
         parts.append(EncoderDecoder.maker(max_model_len))
+    if media_config is not None:
+        if media.NAME not in info.parts:
+            raise ConfigError(
+                f"executor: {config.executor!r} encodes no media; serve text alone with "
+                "language_model_only",
+                param="executor",
+            )
+        assert config.max_num_batched_tokens is not None
+        parts.append(Media.maker(config.max_num_batched_tokens, media_config.whole_spans))
     check_exclusions(active_capabilities(config), excluded_by(plugins, config))
     for name, (part_class, setup) in active_parts(plugins, config).items():
         if _has_scheduler_half(part_class):

@@ -13,7 +13,7 @@ from ..loading.model_config import ModelConfig, resolve_model_config
 from ..registry import Plugins
 from ..sampling_params import SamplingParams
 from ..text.chat_messages import check_kwargs
-from ..text.chat_template import ChatTemplate
+from ..text.chat_template import ChatTemplate, Placeholder
 from ..text.template_traits import ContentFormat
 from ..text.text_threads import TextThreads, rough_size
 from ..text.token_limit import LONG_TEXT, TokenLimit
@@ -48,6 +48,8 @@ class TextProcessor:
         self._content_format: ContentFormat = "auto"
         self.template_kwargs = EngineConfig().template_kwargs
         """Adds the configured arguments of the chat template to those of a request."""
+        self.placeholders: dict[str, Placeholder] = {}
+        """Modality → what stands for its items; set before the first prompt."""
         self._chat_template: ChatTemplate | None = None
         self._prompt_ends: dict[Any, str] = {}
         """Switches of the chat template → its last text."""
@@ -164,6 +166,7 @@ class TextProcessor:
             self.tokenizer,
             assistant_control_tokens=self._control_tokens,
             content_format=self._content_format,
+            placeholders=self.placeholders,
         )
 
     # ------------------------------------------------------------ texts

@@ -18,6 +18,7 @@ from ..nn.context import BuildContext
 from ..nn.experts import Experts
 from ..nn.operations import Operations
 from ..parallel.ranks import ONE_RANK, Ranks
+from ..protocols.media import MediaSetup
 from ..protocols.quantization import QuantizationMethod
 from ..registration.architecture import registered_name
 from ..registration.registered import Registry
@@ -46,10 +47,15 @@ def build_model(
     the registered one.
     """
     start = time.monotonic()
-    if model_config.text_part_of is not None:
+    if model_config.media is not None:
         logger.info(
-            "model: of %s the text part is served, as %s: requests have no images or sound",
-            model_config.text_part_of, model_config.architecture,
+            "model: of %s text is served, as %s, and %s in prompts", model_config.text_part_of,
+            model_config.architecture, " and ".join(model_config.media.modalities),
+        )  # fmt: skip
+    elif model_config.text_part_of is not None:
+        logger.info(
+            "model: of %s the text part is served, as %s, without images or sound: %s",
+            model_config.text_part_of, model_config.architecture, model_config.text_alone,
         )  # fmt: skip
     choose_loader(plugins, config, model_config)  # Before the layers are made.
     method = choose_method(plugins, config, model_config, device)
@@ -158,6 +164,12 @@ def construct_model(
         )
     with registry.calling(name, "its constructor"):
         model: nn.Module = architecture(model_config, build)
+    if model_config.media is not None:
+        media = plugins["media_model"]
+        kind = model_config.media.architecture
+        with media.calling(kind, "encoder"):
+            setup = MediaSetup(model_config.path, model_config.whole_config)
+            model.media = media.load(kind).encoder(setup, build)
     if changes := _changed_map(model, model_config):
         weight_map: Any = model.weight_map
         model.weight_map = replace(weight_map, **changes)
@@ -192,6 +204,9 @@ def _changed_map(model: nn.Module, model_config: ModelConfig) -> dict[str, Any]:
     weight_map: Any = model.weight_map
     if model_config.text_part_of is not None:
         changes["text_part"] = True
+    if model_config.media is not None:
+        encoder: Any = model.media
+        changes["media"] = encoder.weight_map
     pooling = model_config.pooling
     if pooling is not None and pooling.tokens is None:
         changes |= {"tied": {}, "ignored": (*weight_map.ignored, HEAD)}

@@ -55,6 +55,17 @@ class SourceConfig:
 
 
 @dataclass(frozen=True)
+class MediaConfig:
+    """What prompts may have besides text."""
+
+    architecture: str
+    """Of the whole checkpoint, by which its `protocols.MediaModel` is registered."""
+    modalities: tuple[str, ...]
+    whole_spans: bool
+    """As `MediaModel` has it."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A checkpoint's model, as the worker and the engine need to know it."""
 
@@ -84,6 +95,13 @@ class ModelConfig:
     source: SourceConfig | None = None
     """Set for an encoder-decoder model (`resolve_source`): requests have a source, of at most
     `max_model_len` tokens, besides the decoder's prompt."""
+    whole_config: Any = None
+    """The `transformers` configuration object of the checkpoint, if `hf_config` is that of its text
+    part."""
+    media: MediaConfig | None = None
+    """Set where prompts may have media (`resolve_media`)."""
+    text_alone: str = ""
+    """Why prompts may have no media, though the checkpoint has an encoder, in one clause."""
 
     @property
     def num_layers(self) -> int:
@@ -118,7 +136,9 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
     """
     folder = checkpoint_folder(config.model, config.revision)
     file, raw, load_format = _read_file(folder, config, plugins)
-    hf_config, text_part_of = _read_config(file, raw | (config.hf_overrides or {}), plugins)
+    hf_config, text_part_of, whole_config = _read_config(
+        file, raw | (config.hf_overrides or {}), plugins
+    )
     architectures = getattr(hf_config, "architectures", None) or []
     if not architectures:
         raise ConfigError(f"model: {file} names no architecture", param="model")
@@ -145,6 +165,7 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
         quantization_file=quantization_file,
         load_format=load_format,
         text_part_of=text_part_of,
+        whole_config=whole_config,
     )
 
 
@@ -207,8 +228,9 @@ def _read_file(
 
 def _read_config(
     file: Path, raw: dict[str, Any], plugins: Plugins | None
-) -> tuple[Any, str | None]:
-    """→ configuration, and architecture if only the text part's"""
+) -> tuple[Any, str | None, Any]:
+    """→ configuration; and if it is the text part's, architecture and configuration of the
+    whole"""
 
     def read(raw: dict[str, Any], architecture: str | None) -> Any:
         """architecture: of the model; None: the content's."""
@@ -230,9 +252,10 @@ def _read_config(
     whole = _architecture(file, raw)
     part = None if plugins is None or whole is None else plugins["model"].text_part(whole)
     if part is None:
-        return read(raw, None), None
+        return read(raw, None), None, None
     check_fields(file, raw)
-    return text_config(file, raw, read, part), whole
+    config, outer = text_config(file, raw, read, part)
+    return config, whole, outer
 
 
 def _architecture(file: Path, raw: dict[str, Any]) -> str | None:

@@ -1,6 +1,7 @@
 """A multimodal checkpoint's text part: configuration and tensor names.
 
-Without images, sound or video it is an ordinary decoder: positions of a 3D rotation are equal.
+Without images, sound or video it is an ordinary decoder: positions of a 3D rotation are equal. What
+reads images is a part of the model beside it (`protocols.MediaModel`).
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def inner_name(name: str) -> str | None:
     return name if name.startswith(PLAIN) else None
 
 
-def text_config(file: Path, raw: dict[str, Any], read: Read, architecture: str) -> Any:
-    """Return the text part's configuration.
+def text_config(file: Path, raw: dict[str, Any], read: Read, architecture: str) -> tuple[Any, Any]:
+    """Return the text part's configuration, and the whole's (None for a type that `transformers`
+    does not know).
 
     architecture: of the text part; "": its configuration's, or its model type's in `transformers`.
     Raises ConfigError.
@@ -81,7 +83,7 @@ def text_config(file: Path, raw: dict[str, Any], read: Read, architecture: str) 
     for name in TOKENS:
         if getattr(config, name, None) is None and raw.get(name) is not None:
             setattr(config, name, raw[name])
-    return config
+    return config, outer
 
 
 def _architecture(file: Path, inner: dict[str, Any], config: Any) -> str:

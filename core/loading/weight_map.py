@@ -42,6 +42,8 @@ from .tensors.tied_heads import TiedHeads
 from .text_part import inner_name
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+MEDIA = "media."
+"""Prefix of the parameters of a model's encoder of media."""
 EXPERTS = "experts"
 """Dotted part before experts' numbers."""
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale")
@@ -75,13 +77,19 @@ class WeightMap:
     """Starts of names (after `prefixes`) that may be left over where the model has no place."""
     text_part: bool = False
     """Whether checkpoints have other parts besides the model (`text_part`)."""
+    media: WeightMap | None = None
+    """Of the model's encoder of media, which is a part of its own."""
 
     def own(self, name: str) -> str | None:
         """Return a checkpoint name as the other methods take it; None if it is of another part."""
+        if self.media is not None and (own := self.media.own(name)) is not None:
+            return MEDIA + own
         return inner_name(name) if self.text_part else name
 
     def renamed(self, name: str) -> str:
         """Return a checkpoint name in the model's terms, shards still separate."""
+        if name.startswith(MEDIA):
+            return name
         for old, new in self.prefixes.items():
             if name.startswith(old):
                 name = new + name[len(old) :]
@@ -127,6 +135,8 @@ class WeightMap:
 
     def target(self, name: str) -> tuple[str, str | None]:
         """Return (parameter name, shard name or None) for a checkpoint name."""
+        if name.startswith(MEDIA):
+            return name, None
         parts = self.renamed(name).split(".")
         shard: list[str] = []
         for index, (part, after) in enumerate(itertools.pairwise(parts)):
@@ -146,6 +156,8 @@ class WeightMap:
 
         A layer's name does for a parameter's: what its tensors' names begin with.
         """
+        if parameter.startswith(MEDIA):
+            return parameter
         for last, together in self.together.items():
             prefix, _, rest = parameter.partition(f".{EXPERTS}.")
             if rest in (together.parameter, together.parameter.partition(".")[0]):

@@ -89,12 +89,14 @@ class Attention(nn.Module):
         sinks: [num_heads], if the spec has them; distance_bias: as `AttentionBackend.forward` has
         it, if the spec does.
         """
-        cos_sin = rotary.cos_sin if rotary else None
+        positions, cos_sin = context.rotation(rotary) if rotary else (context.positions, None)
         norms = (query_norm.norm if query_norm else None, key_norm.norm if key_norm else None)
-        out = self._project(qkv, cos_sin, *norms, context)
+        # A backend's own plan turns by positions in the sequence.
+        plain = positions is context.positions
+        out = self._project(qkv, cos_sin, *norms, context) if plain else None
         if out is not None:
             return out.reshape(out.shape[0], -1)
-        heads = self._heads(qkv, cos_sin, *norms, context)
+        heads = self._heads(qkv, positions, cos_sin, *norms, context)
         return self.attend(*heads, context, sinks=sinks, distance_bias=distance_bias, cached=True)
 
     def _project(
@@ -120,6 +122,7 @@ class Attention(nn.Module):
     def _heads(
         self,
         qkv: torch.Tensor,
+        positions: torch.Tensor,
         cos_sin: torch.Tensor | None,
         query_norm: Norm | None,
         key_norm: Norm | None,
@@ -130,9 +133,9 @@ class Attention(nn.Module):
         """
         backend, layout, _, kv_cache = self._bound(context)
         if self.norm_last and cos_sin is not None:
-            self._rotate(qkv, cos_sin[context.positions])
+            self._rotate(qkv, cos_sin[positions])
             cos_sin = None
-        arguments = (qkv, self.layout, context.positions, cos_sin, query_norm, key_norm)
+        arguments = (qkv, self.layout, positions, cos_sin, query_norm, key_norm)
         if not backend.standard_cache:
             return self.operations.heads(*arguments)
         return self.operations.cached_heads(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,11 +13,15 @@ import torch
 from ..parallel.expert_share import ExpertShare
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import even_slice
-from ..parts import encoder_decoder, kv_compression, speculation
+from ..parts import encoder_decoder, kv_compression, media, speculation
 from ..protocols.attention import AttentionBackend, PagedBackend
+from .media import MediaContext
 from .operations import Operations
 from .ragged import RaggedRows
 from .state.rows import StateRows
+
+if TYPE_CHECKING:
+    from .rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -274,6 +278,22 @@ class ForwardContext:
     def source(self) -> SourceContext | None:
         """Set for an encoder-decoder model."""
         return self.parts.get(encoder_decoder.NAME)
+
+    @property
+    def media(self) -> MediaContext | None:
+        """Set for a model whose prompts may have media."""
+        return self.parts.get(media.NAME)
+
+    def rotation(self, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return by which positions heads turn, [num_tokens], and the table that they index."""
+        found = None if self.media is None else self.media.rope
+        if found is None:
+            return self.positions, rotary.cos_sin
+        key = f"rotation {id(rotary)}"
+        if key not in self.shared:
+            self.shared[key] = found.rotation(rotary)
+        turned: tuple[torch.Tensor, torch.Tensor] = self.shared[key]
+        return turned
 
     @property
     def incoming(self) -> torch.Tensor | None:

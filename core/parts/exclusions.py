@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from itertools import combinations
 
 from ..errors import ConfigError
-from . import adapters, encoder_decoder, kv_compression, kv_transfer, speculation, states
+from . import adapters, encoder_decoder, kv_compression, kv_transfer, media, speculation, states
 
 TENSOR_PARALLEL = "tensor_parallel"
 PIPELINE = "pipeline"
@@ -31,6 +31,7 @@ OPTIONS: Mapping[str, str] = {
 MODELS: Mapping[str, str] = {
     states.NAME: "keeps states of sequences",
     encoder_decoder.NAME: "has an encoder",
+    media.NAME: "reads pictures",
 }
 """Capability of a model → what the model does."""
 EXCLUDES: Mapping[str, Mapping[str, str]] = {
@@ -55,6 +56,12 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
     encoder_decoder.NAME: {
         PIPELINE: "its layers are not divided among stages yet",
         EXPERT_BALANCE: "it has no experts",
+    },
+    media.NAME: {
+        PIPELINE: "pictures are encoded on the first stage, and later ones do not know where they "
+        "stand yet; language_model_only serves text alone",
+        RECORDING: "a recording has no pictures, so it could not be replayed; language_model_only "
+        "serves text alone",
     },
     EXPERT_BALANCE: {PIPELINE: "experts of stages do not move yet"},
     RECORDING: {

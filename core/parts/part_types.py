@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..step import StepPlan, StepResult
-from . import adapters, encoder_decoder, kv_compression, kv_transfer, speculation, states
+from . import adapters, encoder_decoder, kv_compression, kv_transfer, media, speculation, states
 
 
 class SentTypes(NamedTuple):
@@ -31,6 +31,7 @@ BUILTIN: dict[str, SentTypes] = {
         plan=kv_compression.CompactionPlan, result=kv_compression.CompactionResult
     ),
     kv_transfer.NAME: SentTypes(plan=kv_transfer.TransferPlan, result=kv_transfer.TransferResult),
+    media.NAME: SentTypes(plan=media.MediaPlan, start=media.SlotMedia),
     speculation.NAME: SentTypes(
         plan=speculation.DraftPlan, result=speculation.DraftResult, start=speculation.DraftStart
     ),

@@ -32,6 +32,14 @@ from .kv_compressors import KVCompressor
 from .latent_attention import ChosenTokens, LatentAttentionBackend, LatentAttentionSpec
 from .loaders import CheckpointFormat, WeightLoader
 from .logits_processors import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
+from .media import (
+    MediaEncoder,
+    MediaModel,
+    MediaProcessor,
+    MediaSetup,
+    ProcessedMedia,
+    RopeSections,
+)
 from .models import CheckpointConfig, Model, PlainConfig, PoolingModel
 from .parsers import (
     ArgumentForm,
@@ -103,6 +111,10 @@ __all__ = [
     "LayerSpec",
     "LogitsProcessor",
     "LogitsProcessorSetup",
+    "MediaEncoder",
+    "MediaModel",
+    "MediaProcessor",
+    "MediaSetup",
     "Model",
     "PagedBackend",
     "ParserEvent",
@@ -110,6 +122,7 @@ __all__ = [
     "PlainConfig",
     "PlainText",
     "PoolingModel",
+    "ProcessedMedia",
     "ProcessedRows",
     "ProjectedLayer",
     "Projection",
@@ -118,6 +131,7 @@ __all__ = [
     "Reasoning",
     "ReasoningParser",
     "RequestText",
+    "RopeSections",
     "SchedulePolicy",
     "Speculator",
     "SpeculatorNeeds",

@@ -70,6 +70,9 @@ CONTRACTS = {
         "protocols.LogitsProcessor", base="jackfield.core.protocols:LogitsProcessor"
     ),
     "weight_loader": Contract("protocols.WeightLoader", ("load",)),
+    "media_model": Contract(
+        "protocols.MediaModel", ("modalities", "whole_spans", "refusal", "processor", "encoder")
+    ),
     "adapter_format": Contract("protocols.AdapterFormat", ("is_at", "read")),
     "adapter_resolver": Contract("protocols.AdapterResolver", ("resolve",)),
     "executor": Contract(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidRequest
@@ -119,16 +119,18 @@ def check_documents(documents: Any, guard: Guard) -> list[Any] | None:
     return [guarded(document, guard, f"documents[{i}]") for i, document in enumerate(documents)]
 
 
-def check_messages(messages: Any) -> list[Message]:
-    """Return validated messages without null fields. Raises InvalidRequest with the field's
-    path.
+def check_messages(messages: Any, modalities: Collection[str] = ()) -> list[Message]:
+    """Return validated messages without null fields. modalities: types of parts that stand for
+    media, {"type": modality}. Raises InvalidRequest with the field's path.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidRequest("messages: must be a non-empty list", param="messages")
-    return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [
+        _check_message(message, f"messages[{i}]", modalities) for i, message in enumerate(messages)
+    ]
 
 
-def _check_message(message: Any, path: str) -> Message:
+def _check_message(message: Any, path: str, modalities: Collection[str]) -> Message:
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{path}: must be an object", param=path)
     role = message.get("role")
@@ -137,7 +139,7 @@ def _check_message(message: Any, path: str) -> Message:
             f"{path}.role: must be one of {', '.join(ROLES)}, got {role!r}", param=f"{path}.role"
         )
     checked = {key: value for key, value in message.items() if value is not None}
-    content = _check_content(message.get("content"), f"{path}.content")
+    content = _check_content(message.get("content"), f"{path}.content", modalities)
     if content is None and role != "assistant":
         raise InvalidRequest(f"{path}.content: is missing", param=f"{path}.content")
     checked["content"] = content
@@ -157,7 +159,9 @@ def _check_message(message: Any, path: str) -> Message:
     return checked
 
 
-def _check_content(content: Any, path: str) -> str | list[dict[str, str]] | None:
+def _check_content(
+    content: Any, path: str, modalities: Collection[str]
+) -> str | list[dict[str, str]] | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -167,6 +171,9 @@ def _check_content(content: Any, path: str) -> str | list[dict[str, str]] | None
     parts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind in modalities:
+            parts.append({"type": kind})
+            continue
         field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         if field is None:
             raise InvalidRequest(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Template, meta, nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
@@ -28,6 +28,7 @@ from .template_fallbacks import (
     Chat,
     Verbatim,
     attempts,
+    item_mark,
     joined_parts,
 )
 from .template_sandbox import Budget, TemplateEnvironment
@@ -40,6 +41,22 @@ _END = "\ufdd2"
 
 _TRIAL_STEPS = 20_000
 """Steps for rendering a small conversation, to probe a template."""
+
+
+class Placeholder(NamedTuple):
+    """What stands for an item in a prompt's text."""
+
+    text: str
+    """One control token."""
+    before: str = ""
+    after: str = ""
+
+    @property
+    def whole(self) -> str:
+        return f"{self.before}{self.text}{self.after}"
+
+
+NO_PLACEHOLDERS: Mapping[str, Placeholder] = {}
 
 
 @functools.cache
@@ -116,15 +133,19 @@ class ChatTemplate:
         *,
         assistant_control_tokens: bool = False,
         content_format: ContentFormat = "auto",
+        placeholders: Mapping[str, Placeholder] = NO_PLACEHOLDERS,
     ) -> None:
         """source: Jinja text; or name → text, with "tool_use" for requests with tools; None refuses
-        every chat. content_format: whether content is a text or parts.
+        every chat. content_format: whether content is a text or parts. placeholders: modality →
+        what stands for its items.
+
 
         Raises InvalidRequest with param "chat_template" where the text is no Jinja.
         """
         sources = {"default": source} if isinstance(source, str) else dict(source or {})
         self._tokenizer = tokenizer
         self._guards_assistants = not assistant_control_tokens
+        self._placeholders = placeholders
         self._sources = sources
         self._templates: dict[str, Template] = {}
         for name, text in sources.items():
@@ -172,7 +193,8 @@ class ChatTemplate:
     def _control(self) -> ControlTokens:
         if self._tokenizer is None:
             raise InvalidRequest("this model has no tokenizer; send prompt token ids")
-        return self._tokenizer.control_tokens("\n".join(self._sources.values()))
+        written = [placeholder.text for placeholder in self._placeholders.values()]
+        return self._tokenizer.control_tokens("\n".join([*self._sources.values(), *written]))
 
     @functools.cached_property
     def _unsearched(self) -> ControlTokens:
@@ -287,7 +309,7 @@ class ChatTemplate:
                 "documents: this model's chat template takes none; put them into a message",
                 param="documents",
             )
-        chat = check_messages(messages)
+        chat = check_messages(messages, self._placeholders)
         if not self._knows_developers:
             for message in chat:
                 if message["role"] == "developer":
@@ -302,6 +324,9 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         text = self._first_taken(name, chat, variables, guards)
+        for modality, placeholder in self._placeholders.items():
+            text = text.replace(item_mark(modality), placeholder.text)
+            text = text.replace(placeholder.text, placeholder.whole)
         return _cut_at_end(text) if continue_final_message else text
 
     def _first_taken(
@@ -317,7 +342,7 @@ class ChatTemplate:
         def rendered(form: Chat) -> str:
             guards.num_characters = num_characters
             shown = [
-                _as_read(message, self._traits[name], f"messages[{index}]", guards.of(message))
+                self._as_read(message, self._traits[name], f"messages[{index}]", guards.of(message))
                 for index, message in enumerate(form)
             ]
             variables["messages"] = shown
@@ -330,6 +355,36 @@ class ChatTemplate:
             except _Refused as error:
                 refusal = refusal or error
         raise InvalidRequest(f"messages: the chat template {refusal}", param="messages")
+
+    def _as_read(
+        self, message: Message, traits: TemplateTraits, path: str, guard: Guard
+    ) -> Message:
+        """Return a guarded message in the template's form."""
+        role, content = message["role"], message["content"]
+        if content is None:
+            content = None if traits.takes_null else ""
+        if isinstance(content, list) and not self._takes(content, traits, role):
+            content = joined_parts(content)
+        if isinstance(content, str) and traits.needs_parts(role):
+            content = [{"type": "text", "text": content}]
+        shown: Message = {"role": role}
+        for key, value in message.items():
+            if key not in ("role", "content", "tool_calls"):
+                shown[key] = guarded(value, guard, f"{path}.{key}")
+        if "tool_calls" in message:
+            shown["tool_calls"] = [
+                guarded(_as_written(call), guard, f"{path}.tool_calls[{index}]")
+                for index, call in enumerate(message["tool_calls"])
+            ]
+        shown["content"] = guarded(content, guard, f"{path}.content")
+        return shown
+
+    def _takes(self, content: list[dict[str, str]], traits: TemplateTraits, role: str) -> bool:
+        """Return whether a template writes all of these parts."""
+        kinds = {part["type"] for part in content} - {"text"}
+        return traits.takes_parts(role) and all(
+            traits.takes_item(role, kind, self._placeholders[kind].text) for kind in kinds
+        )
 
     def _tried(self, name: str, variables: dict[str, Any]) -> str | None:
         """Return a rendering, or None if refused."""
@@ -362,28 +417,6 @@ class ChatTemplate:
             raise _Refused(f"cannot render them: {type(error).__name__}: {error}") from None
 
 
-def _as_read(message: Message, traits: TemplateTraits, path: str, guard: Guard) -> Message:
-    """Return a guarded message in the template's form."""
-    role, content = message["role"], message["content"]
-    if content is None:
-        content = None if traits.takes_null else ""
-    if isinstance(content, list) and not traits.takes_parts(role):
-        content = joined_parts(content)
-    if isinstance(content, str) and traits.needs_parts(role):
-        content = [{"type": "text", "text": content}]
-    shown: Message = {"role": role}
-    for key, value in message.items():
-        if key not in ("role", "content", "tool_calls"):
-            shown[key] = guarded(value, guard, f"{path}.{key}")
-    if "tool_calls" in message:
-        shown["tool_calls"] = [
-            guarded(_as_written(call), guard, f"{path}.tool_calls[{index}]")
-            for index, call in enumerate(message["tool_calls"])
-        ]
-    shown["content"] = guarded(content, guard, f"{path}.content")
-    return shown
-
-
 def _as_written(call: dict[str, Any]) -> dict[str, Any]:
     """Return a call with its arguments as an object, or as text if they are none, or must stay
     text.
@@ -403,6 +436,11 @@ def _mark_end(message: Message) -> None:
             param="continue_final_message",
         )
     if isinstance(content, list):
+        if content[-1]["type"] != "text":
+            raise InvalidRequest(
+                "continue_final_message: the final message does not end with text",
+                param="continue_final_message",
+            )
         content[-1] = {**content[-1], "text": _ended(content[-1]["text"])}
     else:
         message["content"] = _ended(content)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import secrets
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -199,7 +200,18 @@ def _joined_contents(contents: list[Any]) -> str:
 
 
 def joined_parts(content: Any) -> str:
-    """Return text of content in parts."""
+    """Return text of content in parts, with marks in the place of media."""
     if isinstance(content, list):
-        return "\n".join(part["text"] for part in content)
+        return "\n".join(
+            part["text"] if part["type"] == "text" else item_mark(part["type"]) for part in content
+        )
     return content or ""
+
+
+_NONCE = secrets.token_hex(8)
+"""Keeps marks from being typed."""
+
+
+def item_mark(modality: str) -> str:
+    """Return what stands in a text in place of an item, until its placeholder does."""
+    return f"\ufdd3{modality}-{_NONCE}\ufdd3"

@@ -45,6 +45,7 @@ class TemplateTraits:
         self._run = run
         self._content_format = content_format
         self._parts: dict[str, tuple[bool, bool]] = {}
+        self._items: dict[str, bool] = {}
 
     def takes_parts(self, role: str) -> bool:
         """Whether content of this role may be a list of parts, all written."""
@@ -53,6 +54,23 @@ class TemplateTraits:
     def needs_parts(self, role: str) -> bool:
         """Whether content of this role must be a list."""
         return self._about_parts(role)[1]
+
+    def takes_item(self, role: str, modality: str, placeholder: str) -> bool:
+        """Whether content of this role may have parts that stand for media, and each is written as
+        the placeholder."""
+        if not self.takes_parts(role):
+            return False
+        key = f"{role} {modality} {placeholder}"
+        if key not in self._items:
+            message = {"role": role, **(_OF_TOOL if role in ("tool", "function") else {})}
+            part = {"type": modality}
+            text = self._around({**message, "content": [part, *_parts(_WORD), part]})
+            plain = self._around({**message, "content": _parts(_WORD)}) or ""
+            written = text is not None and _WORD in text
+            self._items[key] = (
+                written and text.count(placeholder) == plain.count(placeholder) + 2  # type: ignore[union-attr]
+            )
+        return self._items[key]
 
     @functools.cached_property
     def takes_null(self) -> bool:

@@ -126,7 +126,7 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
 }
 """Flag → number of values, and why it is unnecessary."""
 
-_PICTURES = "models that see or hear are not supported yet"
+_PICTURES = "of media, pictures alone are read yet: see --limit-mm-per-prompt"
 _GPUS = (
     "ranks divide layers (--tensor-parallel-size), and engines share the requests "
     "(--data-parallel-size), on one host or on those of a Ray cluster (--executor ray)"
@@ -140,8 +140,7 @@ _FIXED_RANKS = "ranks are fixed at the start; a rank that fails ends its engine"
 _NUMA = "start the server with numactl"
 MISSING: dict[str, str] = {
     **dict.fromkeys(
-        ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--allowed-local-media-path",
-         "--language-model-only", "--default-mm-loras", "--enable-tower-connector-lora"), _PICTURES,
+        ("--default-mm-loras", "--enable-tower-connector-lora"), _PICTURES,
     ),
     "--enable-moe-shared-loras": "experts of an adapter have matrices of their own",
     "--long-lora-scaling-factors": "adapters do not lengthen the context",
@@ -168,7 +167,6 @@ MISSING: dict[str, str] = {
     "--scheduler-cls": "see --scheduling-policy, which takes a plugin's",
     "--stream-interval": "each step's tokens are sent when they are there",
     "--tool-parser-plugin": "install it as a package: jackfield plugins new tool-parser",
-    "--allowed-media-domains": _PICTURES,
     "--anthropic-disabled-thinking-effort": "send chat_template_kwargs in the requests",
     "--aux-output-config": _AUXILIARY,
     "--custom-histogram-buckets": "buckets are fixed; docs/reference/metrics.md has them",
@@ -287,7 +285,6 @@ NEUTRAL: dict[str, tuple[str, ...]] = {
     "--expert-placement-strategy": ("linear",),
     "--fingerprint-mode": ("none",),
     "--logprobs-mode": ("raw_logprobs",),
-    "--limit-mm-per-prompt": ("{}",),
     "--mamba-cache-philox-rounds": ("0",),
     "--max-long-partial-prefills": ("1",),
     "--max-num-partial-prefills": ("1",),

@@ -50,6 +50,7 @@ KITS = {
     "part": Kit("--part", "parts", "PartKit"),
     "speculator": Kit("--speculator", "speculators", "SpeculatorKit"),
     "weight_loader": Kit("--weight-loader", "loaders", "WeightLoaderKit"),
+    "media_model": Kit("--media-model", "media", "MediaModelKit"),
     "adapter_format": Kit("--adapter-format", "adapters", "AdapterFormatKit"),
     "adapter_resolver": Kit("--adapter-resolver", "adapters", "AdapterResolverKit"),
 }

@@ -111,6 +111,9 @@ class Decoder(nn.Module):
         hidden = context.incoming
         if hidden is None:
             hidden = self.embed(input_ids, context.positions)
+        media = context.media
+        if media is not None:
+            hidden = media.embedded(hidden)
         layers = self.stage_layers()
         last = layers.pop() if self.unfinished else None
         taps = None if context.precompiling else context.taps
@@ -121,6 +124,8 @@ class Decoder(nn.Module):
             if taps is not None:
                 taps.keep(number, hidden)
             hidden = layer(hidden, rotary, context)
+            if media is not None:
+                hidden = media.after_layer(number, hidden)
         if taps is not None:
             taps.keep(first + len(layers), hidden)
         if last is None:
@@ -247,10 +252,14 @@ class HeadlessLM(nn.Module):
     ignored_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields that no model of this family's in `transformers` reads, if a file has them."""
 
+    takes_media: ClassVar[bool] = True
+    """Whether rows of an encoder may stand in the place of embeddings."""
+
     def __init_subclass__(cls) -> None:
         plain = cls.forward is HeadlessLM.forward
         cls.pipeline_parallel = plain and cls.decoder.pipeline_parallel
         cls.taps = plain and cls.decoder.taps
+        cls.takes_media = plain and cls.decoder.forward is Decoder.forward
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()

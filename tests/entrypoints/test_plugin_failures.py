@@ -44,6 +44,7 @@ ELSEWHERE = {
     "register_latent_attention_backends": "tests/plugins/attention/test_latent_attention_choice.py",
     "register_adapter_formats": "tests/core/adapters/test_adapter_registry.py",
     "register_adapter_resolvers": "tests/core/adapters/test_adapter_registry.py",
+    "register_media_models": "tests/plugins/media/test_media_plugins.py",
     "register_parts": "tests/core/engine/test_failing_parts.py",
     "register_collectives": "tests/core/parallel/test_collectives.py",
     "register_all2all_backends": "tests/core/parallel/test_expert_parallel.py",

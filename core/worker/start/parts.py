@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ...config.compatibility import active_capabilities
-from ...parts import encoder_decoder, kv_compression, speculation, states
+from ...parts import encoder_decoder, kv_compression, media, speculation, states
 from ...parts.exclusions import check_exclusions
 from ...protocols.attention import PagedBackend
 from ...registration.step_parts import KIND, active_parts, excluded_by
@@ -14,6 +14,7 @@ from ..parts.encoder_decoder import EncoderDecoderStart, source_attention
 from ..parts.kv_compression import KVCompressionStart
 from ..parts.kv_compression import backend_refusal as compression_refusal
 from ..parts.kv_transfer import KVTransferStart
+from ..parts.media import MediaStart
 from ..parts.part import PartStart, StartContext
 from ..parts.pipeline import PipelineStart
 from ..parts.speculation import SpeculationStart
@@ -35,6 +36,7 @@ def start_parts(start: StartContext, notify: Callable[[], None]) -> list[PartSta
     brought = {
         states.NAME: bool(state_layers(start.model)),
         encoder_decoder.NAME: bool(source_attention(start.model)),
+        media.NAME: start.model_config.media is not None,
     }
     by_model = [name for name, has in brought.items() if has]
     check_exclusions([*active_capabilities(config), *by_model], excluded_by(start.plugins, config))
@@ -47,6 +49,8 @@ def start_parts(start: StartContext, notify: Callable[[], None]) -> list[PartSta
         parts.append(KVCompressionStart(start))
     if brought[encoder_decoder.NAME]:
         parts.append(EncoderDecoderStart(start))
+    if brought[media.NAME]:
+        parts.append(MediaStart(start))
     if config.speculative_config is not None:
         parts.append(SpeculationStart(start))
     if start.ranks.pipeline.size > 1:

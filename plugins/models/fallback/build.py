@@ -143,8 +143,10 @@ def _parameter(name: str, like: torch.Tensor, wide: list[str], build: BuildConte
 
 
 def _fill_buffers(model: Any, module: Any, prefix: str, build: BuildContext) -> None:
-    """Let transformers compute a module's buffers, and check that it did."""
-    own = [name for name, buffer in module._buffers.items() if buffer is not None]
+    """Let transformers compute a module's buffers on "meta", and check that it did."""
+    own = [
+        name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta
+    ]
     for name in own:
         buffer = torch.empty_like(module._buffers[name], device=build.device)
         module._buffers[name] = buffer.fill_(_unset(buffer))

@@ -450,12 +450,12 @@ async def test_an_activated_adapter_acts_from_the_last_invocation_on(tmp_path: P
     await house.load("a")
     request = await house.begin("a")  # [1, 2, 3, 4, 5, 6]
     assert request.parts[NAME].first_position == 2
-    assert request.late_extra == (2, "digest of a") and request.cache_extra == ()
+    assert request.late_extra == ((2, "digest of a"),) and request.cache_extra == ()
     house.worker.invocation = (4, 3)
     house.put("b")
     await house.load("b")
     base = await house.begin("b")
-    assert NAME not in base.parts and base.late_extra is None and base.cache_extra == ()
+    assert NAME not in base.parts and base.late_extra == () and base.cache_extra == ()
 
 
 async def test_the_end_of_the_engine_ends_reads(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import forked
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,6 +22,7 @@ from jackfield.core.parts import (
     encoder_decoder,
     kv_compression,
     kv_transfer,
+    media,
     speculation,
     states,
 )
@@ -52,6 +54,7 @@ HERE: dict[str, dict[str, Any]] = {
     adapters.NAME: {"enable_lora": True, "max_lora_rank": 4},
     states.NAME: {},
     encoder_decoder.NAME: {},
+    media.NAME: {},
     RECORDING: {"record_steps": "plans"},
     CALCULATED_SCALES: {"calculate_kv_scales": True, "kv_cache_dtype": "fp8"},
 }
@@ -101,6 +104,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """What has a model of its own → its configuration; weights are dummies."""
+SEEING: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava",
+    "image_token_id": 60,
+    "vision_config": {
+        "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
+    },
+}  # fmt: skip
+for _text, _name in (("plain", media.NAME), (EXPERT_BALANCE, f"{media.NAME}-{EXPERT_BALANCE}")):
+    CONFIGS[_name] = {**SEEING, "text_config": CONFIGS[_text]}
 
 
 def pairs(*, processes: bool, allowed: bool) -> list[tuple[str, str]]:
@@ -121,6 +134,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, config in CONFIGS.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
+    sides = {"height": 16, "width": 16}
+    processor = {"image_processor_type": "CLIPImageProcessor", "size": sides, "crop_size": sides}
+    for name, config in CONFIGS.items():
+        if "vision_config" in config:
+            (folder / name / "preprocessor_config.json").write_text(json.dumps(processor))
     return {name: str(folder / name) for name in CONFIGS}
 
 
@@ -161,7 +179,11 @@ async def start_and_serve(config: EngineConfig, folder: Path) -> None:
     params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0)
     lora = adapter_in(folder / "adapter") if config.enable_lora else None
     async with AsyncEngine(config) as engine:
-        for prompt in ([5, 6, 7], list(range(10, 34))):
+        prompts: list[Any] = [[5, 6, 7], list(range(10, 34))]
+        if engine.model_config.media is not None:
+            picture = np.full((16, 16, 3), 90, dtype=np.uint8)
+            prompts.append({"prompt_token_ids": [5, 60, 7], "multi_modal_data": {"image": picture}})
+        for prompt in prompts:
             stream = engine.generate(prompt, params, lora_request=lora)
             outputs = [output async for output in stream]
             assert outputs[-1].error is None

@@ -28,7 +28,7 @@ def units_of(number: int) -> int:
 def use_adapter(request: Request, number: int, first: int = 0) -> None:
     request.parts[NAME] = AdapterUse(number, units_of(number), first)
     if first:
-        request.late_extra = (first, f"digest {number}")
+        request.late_extra = ((first, f"digest {number}"),)
     else:
         request.cache_extra = (f"digest {number}",)
 

@@ -1,0 +1,82 @@
+"""Media (pictures) in prompts: how many, from where, and how they are processed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from ..errors import ConfigError
+from .adapter_options import AdapterOptions
+from .annotations import doc
+
+DEFAULT_LIMIT = 64
+"""Items of a modality that a prompt may have."""
+
+
+class MediaOptions(AdapterOptions, frozen=True, kw_only=True):
+    """Media (pictures) in prompts: how many, from where, and how they are processed."""
+
+    limit_mm_per_prompt: Annotated[
+        dict[str, int],
+        doc(
+            'Most items of a modality per prompt: {"image": 4}; {"image": 0} does not load the '
+            f"encoder, and serves text alone. Default: {DEFAULT_LIMIT}."
+        ),
+    ] = {}
+    language_model_only: Annotated[
+        bool, doc("Serve the text part of a multimodal checkpoint; its encoders are not loaded.")
+    ] = False
+    mm_processor_kwargs: Annotated[
+        dict[str, Any] | None,
+        doc(
+            'Options of the checkpoint\'s processor of pictures, such as {"max_pixels": 1003520}, '
+            "for all requests."
+        ),
+    ] = None
+    allowed_local_media_path: Annotated[
+        str,
+        doc("Folder from which requests may read pictures, as file:// URLs; empty: from none."),
+    ] = ""
+    allowed_media_domains: Annotated[
+        tuple[str, ...],
+        doc(
+            "Hosts from which requests may let the server fetch pictures, by http and https; * "
+            "allows all hosts with public addresses. Default: none."
+        ),
+    ] = ()
+
+    def media_limit(self, modality: str) -> int:
+        """Return how many items of a modality a prompt may have."""
+        if self.language_model_only:
+            return 0
+        return self.limit_mm_per_prompt.get(modality, DEFAULT_LIMIT)
+
+
+MODALITIES = ("image", "audio", "video")
+
+
+def media_limits(value: Any) -> dict[str, int]:
+    """Read `limit_mm_per_prompt`: modality → a number, or vLLM's {"count": number, ...}. Raises
+    ConfigError."""
+    field = "limit_mm_per_prompt"
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{field}: {error}", param=field) from error
+    if not isinstance(value, dict):
+        raise ConfigError(f'{field}: must be an object such as {{"image": 4}}', param=field)
+    limits = {}
+    for modality, limit in value.items():
+        count = limit.get("count", DEFAULT_LIMIT) if isinstance(limit, dict) else limit
+        if modality not in MODALITIES:
+            raise ConfigError(
+                f"{field}: {modality!r} is none of {', '.join(MODALITIES)}", param=field
+            )
+        if type(count) is not int or not 0 <= count <= 10_000:
+            raise ConfigError(
+                f"{field}.{modality}: must be a number from 0 to 10000, got {limit!r}", param=field
+            )
+        limits[modality] = count
+    return limits

@@ -1,0 +1,269 @@
+"""Media of prompts, from their sources to items: read, decode, process, place."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..config import EngineConfig
+from ..errors import EngineOverloaded, InvalidRequest, JackfieldError
+from ..loading.model_config import MediaConfig, ModelConfig
+from ..parts.media import MediaContent, MediaItem, MediaTensor
+from ..protocols.media import MediaModel, MediaProcessor, MediaSetup, ProcessedMedia
+from ..registry import Plugins
+from ..text.chat_template import Placeholder
+from ..text.tokenizer import Tokenizer
+from .fetch import MediaFetcher
+from .images import converted, decode_image, from_array
+from .sources import MediaSource
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+THREADS = 2
+"""That decode and process; so many decoded pictures are in memory at once."""
+MAX_WAITING_BYTES = 256 << 20
+"""Most bytes of encoded items that wait for a thread; beyond, requests are refused (503)."""
+MAX_BYTES = 4 << 30
+"""Most bytes of processed items in unfinished requests; likewise."""
+CACHE_BYTES = 256 << 20
+"""Of processed items that are kept for later requests."""
+
+
+class MediaInput:
+    """Makes items of a prompt's media; one per engine, or front end."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        media: MediaConfig,
+        plugins: Plugins,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.modalities = media.modalities
+        self._whole_spans = media.whole_spans
+        self._most_tokens = config.max_num_batched_tokens
+        self._limits = {each: config.media_limit(each) for each in media.modalities}
+        self._plugins, self._name = plugins, media.architecture
+        self._setup = MediaSetup(
+            model_config.path,
+            model_config.whole_config,
+            config.mm_processor_kwargs or {},
+            None if tokenizer is None else functools.partial(_tokens, tokenizer),
+        )
+        self._tokenizer = tokenizer
+        self._fetcher = MediaFetcher(config.allowed_local_media_path, config.allowed_media_domains)
+        self._threads = ThreadPoolExecutor(THREADS, "jackfield-media")
+        self._processor: MediaProcessor | None = None
+        self._waiting_bytes = 0
+        self._live_bytes = 0
+        self._freed: deque[int] = deque()
+        """Bytes of items that are no longer in use; appended by any thread."""
+        self._kept: OrderedDict[bytes, MediaContent] = OrderedDict()
+        """Hash of what was sent → the item."""
+        self._kept_bytes = 0
+        self._making: dict[bytes, asyncio.Future[MediaContent]] = {}
+        """Likewise, while it is made: once for all who wait."""
+
+    async def start(self) -> dict[str, Placeholder]:
+        """Create the processor; return what stands for items in texts. Raises ConfigError."""
+        loop = asyncio.get_running_loop()
+        processor = self._processor = await loop.run_in_executor(self._threads, self._make)
+        if self._tokenizer is None:
+            return {}
+        text = self._tokenizer.backend.id_to_token(processor.placeholder_id)
+        return {"image": Placeholder(text, *processor.around)}
+
+    def _make(self) -> MediaProcessor:
+        registry = self._plugins["media_model"]
+        kind: type[MediaModel] = registry.load(self._name)
+        with registry.calling(self._name, "processor"):
+            return kind.processor(self._setup)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------ items
+
+    async def contents(self, sources: Sequence[MediaSource]) -> list[MediaContent]:
+        """Read and process items. Raises InvalidRequest with the field of one that is at fault, and
+        EngineOverloaded."""
+        for modality, limit in self._limits.items():
+            own = [source for source in sources if source.modality == modality]
+            if len(own) > limit:
+                raise InvalidRequest(
+                    f"{own[limit].field}: at most {limit} of {modality} per prompt "
+                    "(limit_mm_per_prompt)",
+                    param=own[limit].field,
+                )
+        tasks = [asyncio.ensure_future(self._content(source)) for source in sources]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _content(self, source: MediaSource) -> MediaContent:
+        value, field = source.value, source.field
+        if isinstance(value, str):
+            value = await self._fetcher.read(value, field)
+        if not isinstance(value, bytes | bytearray | memoryview):
+            return await self._on_thread(0, functools.partial(self._processed, value, field))
+        key = blake2b(value, digest_size=32).digest()
+        if (kept := self._kept.get(key)) is not None:
+            self._kept.move_to_end(key)
+            return kept
+        if (making := self._making.get(key)) is None:
+            work = self._on_thread(len(value), functools.partial(self._processed, value, field))
+            making = self._making[key] = asyncio.ensure_future(work)
+            making.add_done_callback(functools.partial(self._made, key))
+        try:
+            # Who goes away does not take it from others who wait.
+            return await asyncio.shield(making)
+        except InvalidRequest as error:
+            # The error may name the field of another request that sent the same.
+            name = error.param or ""
+            raise InvalidRequest(str(error).replace(name, field, 1), param=field) from None
+
+    def _made(self, key: bytes, made: asyncio.Future[MediaContent]) -> None:
+        del self._making[key]
+        if made.cancelled() or made.exception() is not None:
+            return
+        content = made.result()
+        self._kept[key] = content
+        self._kept_bytes += content.nbytes
+        while self._kept_bytes > CACHE_BYTES:
+            self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+
+    async def _on_thread(self, size: int, work: Any) -> MediaContent:
+        if self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES:
+            raise EngineOverloaded("too many pictures wait to be decoded; try again later")
+        while self._freed:
+            self._live_bytes -= self._freed.popleft()
+        if self._live_bytes > MAX_BYTES:
+            raise EngineOverloaded(
+                f"unfinished requests have {self._live_bytes >> 20} MiB of pictures; try again "
+                "later"
+            )
+        self._waiting_bytes += size
+        try:
+            loop = asyncio.get_running_loop()
+            content: MediaContent = await loop.run_in_executor(self._threads, work)
+        finally:
+            self._waiting_bytes -= size
+        self._live_bytes += content.nbytes
+        weakref.finalize(content, self._freed.append, content.nbytes).atexit = False
+        return content
+
+    # ------------------------------------------------------------ on a thread
+
+    def _processed(self, value: Any, field: str) -> MediaContent:
+        """Decode and process a picture. Raises InvalidRequest."""
+        image = _image(value, field)
+        processor = self._processor
+        assert processor is not None, "started"
+        try:
+            processed = processor.image(image)
+        except JackfieldError:
+            raise
+        except Exception as error:  # Processors stumble over sizes in many ways.
+            raise InvalidRequest(
+                f"{field}: a picture of {image.width} x {image.height} pixels cannot be processed "
+                f"({type(error).__name__}: {error})",
+                param=field,
+            ) from None
+        content = _content_of(processed, self._digest(image, processor.fingerprint))
+        count = len(content.token_ids)
+        if self._whole_spans and self._most_tokens is not None and count > self._most_tokens:
+            raise InvalidRequest(
+                f"{field}: the picture takes {count} tokens, and a step of this server has "
+                f"{self._most_tokens} (max_num_batched_tokens)",
+                param=field,
+            )
+        return content
+
+    @staticmethod
+    def _digest(image: Image, fingerprint: str) -> str:
+        """Return the hash of pixels, their shape and mode, and of the processor's options."""
+        hasher = blake2b(repr(("image", image.mode, image.size, fingerprint)).encode())
+        hasher.update(image.tobytes())
+        return hasher.hexdigest()[:64]
+
+    # ------------------------------------------------------------ prompts
+
+    def placed(
+        self, token_ids: Sequence[int], contents: Sequence[MediaContent], field: str
+    ) -> tuple[list[int], tuple[MediaItem, ...]]:
+        """Put what stands for items in the place of placeholders. Raises InvalidRequest if there
+        are not as many of them."""
+        assert self._processor is not None, "started"
+        placeholder = self._processor.placeholder_id
+        places = [place for place, token in enumerate(token_ids) if token == placeholder]
+        if len(places) != len(contents):
+            name = ""
+            if self._tokenizer is not None:
+                name = f" {self._tokenizer.backend.id_to_token(placeholder)}"
+            raise InvalidRequest(
+                f"{field}: has {len(places)} placeholders{name} for {len(contents)} pictures",
+                param=field,
+            )
+        expanded: list[int] = []
+        items: list[MediaItem] = []
+        done = 0
+        for place, content in zip(places, contents, strict=True):
+            expanded += token_ids[done:place]
+            items.append(MediaItem(len(expanded), content))
+            expanded += content.token_ids
+            done = place + 1
+        return [*expanded, *token_ids[done:]], tuple(items)
+
+
+def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _image(value: Any, field: str) -> Image:
+    """Return a picture in RGB. Raises InvalidRequest."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return decode_image(bytes(value), field)
+    if hasattr(value, "convert") and hasattr(value, "size"):
+        return converted(value, field)
+    if hasattr(value, "__array__"):
+        return from_array(value, field)
+    raise InvalidRequest(
+        f"{field}: must be a URL, bytes, a picture of Pillow or an array, got "
+        f"{type(value).__name__}",
+        param=field,
+    )
+
+
+def _content_of(processed: ProcessedMedia, digest: str) -> MediaContent:
+    tokens = processed.token_ids
+    embedded = [True] * len(tokens) if processed.embedded is None else processed.embedded
+    runs, start = [], 0
+    for is_embedded, group in itertools.groupby(embedded):
+        count = sum(1 for _ in group)
+        if is_embedded:
+            runs.append((start, count))
+        start += count
+    tensors: Mapping[str, np.ndarray] = processed.tensors
+    return MediaContent(
+        modality="image",
+        digest=digest,
+        token_ids=tuple(map(int, tokens)),
+        runs=tuple(runs),
+        tensors={
+            name: MediaTensor.of(np.ascontiguousarray(value)) for name, value in tensors.items()
+        },
+        grid=processed.grid,
+    )

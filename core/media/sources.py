@@ -1,0 +1,96 @@
+"""Finds the media of a request: parts of messages, `multi_modal_data` of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..errors import InvalidRequest, shown
+
+TEXTS = frozenset({"text", "refusal"})
+PARTS = {
+    "image_url": "image", "input_image": "image", "image": "image", "image_pil": "image",
+    "input_audio": "audio", "audio_url": "audio", "audio": "audio",
+    "video_url": "video", "input_video": "video", "video": "video",
+}  # fmt: skip
+"""Type of a part → its modality."""
+
+
+class MediaSource(NamedTuple):
+    """Where an item comes from."""
+
+    modality: str
+    value: Any
+    """A URL, bytes, a picture of Pillow, or an array."""
+    field: str
+    """What the request calls it, for errors."""
+
+
+def split(messages: Any, modalities: Sequence[str]) -> tuple[Any, list[MediaSource]]:
+    """Return messages whose media parts are {"type": modality} alone, and the sources of these, in
+    order; the same messages if they have none. Raises InvalidRequest for other modalities."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        return messages, []
+    sources: list[MediaSource] = []
+    changed: dict[int, Any] = {}
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, list | tuple):
+            continue
+        parts = []
+        for number, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if not isinstance(kind, str) or kind not in PARTS:
+                parts.append(part)
+                continue
+            field = f"messages[{index}].content[{number}]"
+            modality = PARTS[kind]
+            if modality not in modalities:
+                raise InvalidRequest(
+                    f"{field}: {kind!r} parts are not supported: this server's model takes "
+                    f"{' and '.join(('text', *modalities))}",
+                    param=field,
+                )
+            sources.append(_source(part, kind, modality, field))
+            parts.append({"type": modality})
+            changed[index] = {**message, "content": parts}
+        if index in changed:
+            changed[index]["content"] = parts
+    if not changed:
+        return messages, []
+    return [changed.get(index, message) for index, message in enumerate(messages)], sources
+
+
+def _source(part: Mapping[str, Any], kind: str, modality: str, field: str) -> MediaSource:
+    """Return the source of a part. Raises InvalidRequest."""
+    name = next((name for name in ("image_url", kind, "url") if name in part), kind)
+    value = part.get(name)
+    field = f"{field}.{name}"
+    if isinstance(value, Mapping):
+        value, field = value.get("url"), f"{field}.url"
+    if value is None or (isinstance(value, str) and not value):
+        raise InvalidRequest(f"{field}: is missing; give a URL (data:…;base64,…)", param=field)
+    return MediaSource(modality, value, field)
+
+
+def of_prompt(data: Any, modalities: Sequence[str]) -> list[MediaSource]:
+    """Return the sources in `multi_modal_data`: modality → an item or a list of items. Raises
+    InvalidRequest."""
+    field = "multi_modal_data"
+    if not isinstance(data, Mapping):
+        raise InvalidRequest(f'{field}: must be a dict such as {{"image": picture}}', param=field)
+    sources = []
+    for modality, items in data.items():
+        if modality not in modalities:
+            raise InvalidRequest(
+                f"{field}: {shown(modality)} is not taken; this model takes "
+                f"{' and '.join(('text', *modalities))}",
+                param=field,
+            )
+        many = isinstance(items, list | tuple)
+        for number, item in enumerate(items if many else [items]):
+            name = f"{field}.{modality}[{number}]" if many else f"{field}.{modality}"
+            if item is None:
+                raise InvalidRequest(f"{name}: is missing", param=name)
+            sources.append(MediaSource(modality, item, name))
+    return sources

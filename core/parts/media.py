@@ -1,0 +1,115 @@
+"""Media: pictures in prompts, what stands for them there, and which are encoded with a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..step import PartPlan
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+NAME = "media"
+
+
+class MediaTensor(msgspec.Struct, frozen=True, gc=False):
+    """A tensor of an item's processor."""
+
+    dtype: str
+    """Of numpy."""
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, array: NDArray) -> MediaTensor:
+        return cls(str(array.dtype), array.shape, array.tobytes())
+
+
+class MediaContent(msgspec.Struct, frozen=True, weakref=True, eq=False, kw_only=True):
+    """An item as the model takes it, wherever it stands."""
+
+    modality: str
+    digest: str
+    """Of all that the encoder's output depends on: pixels, their shape, the processor's options."""
+    token_ids: tuple[int, ...]
+    """What stands in the prompt in place of the placeholder."""
+    runs: tuple[tuple[int, int], ...]
+    """(offset in `token_ids`, tokens) where rows of the encoder's output stand, in order."""
+    tensors: dict[str, MediaTensor]
+    grid: tuple[int, ...] = ()
+    """(frames, rows, columns) of units, for models that rotate by place; else empty."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the encoder's output."""
+        return sum(count for _, count in self.runs)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(tensor.data) for tensor in self.tensors.values())
+
+
+class MediaItem(msgspec.Struct, frozen=True, eq=False):
+    """An item in a prompt."""
+
+    start: int
+    """Position of its first token."""
+    content: MediaContent
+
+    @property
+    def end(self) -> int:
+        """Position behind its last token."""
+        return self.start + len(self.content.token_ids)
+
+
+class RequestMedia(msgspec.Struct, frozen=True, eq=False):
+    """A request's items in the order of the prompt (`Request.parts`); `Request.late_extra` has
+    their digests."""
+
+    items: Sequence[MediaItem]
+
+
+class PlacedItem(msgspec.Struct, frozen=True, gc=False):
+    """Where an item stands in the prompt of a slot's request."""
+
+    start: int
+    num_tokens: int
+    digest: str
+    runs: tuple[tuple[int, int], ...]
+    grid: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+class SlotMedia(msgspec.Struct, frozen=True, gc=False):
+    """The items of a request that takes a slot, in order."""
+
+    items: tuple[PlacedItem, ...]
+
+
+class EncodeMedia(msgspec.Struct, frozen=True, gc=False):
+    """An item to encode before any row of the plan."""
+
+    digest: str
+    num_rows: int
+    tensors: dict[str, MediaTensor]
+
+
+class MediaPlan(PartPlan, frozen=True):
+    """What is encoded with a plan, and which outputs are kept no longer."""
+
+    encode: tuple[EncodeMedia, ...] = ()
+    drop: tuple[str, ...] = ()
+    """Digests of outputs; before `encode`."""
+    drop_all: bool = False
+    """An earlier plan failed, so that what it should have encoded is not known to be there."""
+
+
+def late_extras(items: Sequence[MediaItem]) -> tuple[tuple[int, str], ...]:
+    """Return what the keys of blocks depend on, from which position on (`Request.late_extra`)."""
+    return tuple((item.start, item.content.digest) for item in items)

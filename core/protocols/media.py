@@ -1,0 +1,110 @@
+"""The contract of media models: how a multimodal architecture takes pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from PIL.Image import Image
+
+    from ..loading.weight_map import WeightMap
+    from ..nn.context import BuildContext
+    from ..parts.media import PlacedItem
+
+
+@dataclass(frozen=True)
+class MediaSetup:
+    """What a checkpoint says about its media."""
+
+    folder: Path
+    config: Any
+    """The whole checkpoint's configuration, of `transformers`."""
+    processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """`EngineConfig.mm_processor_kwargs`."""
+    tokenize: Callable[[str], list[int]] | None = None
+    """Text with special tokens → token ids; None without a tokenizer, and for the encoder."""
+
+
+@dataclass(frozen=True)
+class ProcessedMedia:
+    """An item as the encoder takes it, and what stands for it in a prompt."""
+
+    tensors: Mapping[str, np.ndarray]
+    """What `MediaEncoder.encode` gets."""
+    token_ids: Sequence[int]
+    """Take the place of the placeholder."""
+    embedded: Sequence[bool] | None = None
+    """[len(token_ids)] Which of them a row of the encoder's output stands for; None: all."""
+    grid: tuple[int, ...] = ()
+    """(frames, rows, columns) of units, if the model rotates by place."""
+
+
+class MediaProcessor(Protocol):
+    """Turns decoded items into tensors and tokens. Used by several threads at once."""
+
+    placeholder_id: int
+    """The token by which a prompt says where an item stands."""
+    around: tuple[str, str]
+    """Texts that stand before and after it."""
+    fingerprint: str
+    """Of all options that change the tensors."""
+
+    def image(self, image: Image) -> ProcessedMedia:
+        """Process a picture in RGB. Raises ValueError for one that it cannot take."""
+
+
+@dataclass(frozen=True)
+class RopeSections:
+    """How a head's pairs are divided among three axes of positions."""
+
+    sizes: tuple[int, ...]
+    """Pairs that turn by frame, row and column."""
+    interleaved: bool = False
+    """Pairs of the axes alternate, in place of one block each."""
+
+
+class MediaEncoder(Protocol):
+    """Encodes items on the device. A `torch.nn.Module`, part of the model; see `MediaModel`."""
+
+    weight_map: WeightMap
+    """Its `own` says which of the checkpoint's tensors are the encoder's, and gives their names
+    here."""
+    num_levels: int
+    """Decoder layers, from the first, that get rows of their own added after them."""
+    rope: RopeSections | None
+    """None: one position a token."""
+
+    def encode(self, items: Sequence[Mapping[str, torch.Tensor]]) -> Sequence[torch.Tensor]:
+        """Encode items, as their processor returned them: per item [num_rows, (1 + num_levels) *
+        hidden_size]."""
+
+    def positions(self, items: Sequence[PlacedItem], num_tokens: int) -> tuple[np.ndarray, int]:
+        """Return the positions of a prompt's tokens, [3, num_tokens], and what is added to the
+        position of later ones. Only with `rope`."""
+
+
+class MediaModel(Protocol):
+    """How a multimodal architecture takes media beside text. Its text part is served as another
+    architecture (`Registry.add_text_part`)."""
+
+    modalities: ClassVar[tuple[str, ...]]
+    """Of items: "image"."""
+    whole_spans: ClassVar[bool]
+    """Tokens of an item see each other in both directions."""
+
+    @classmethod
+    def refusal(cls, setup: MediaSetup) -> str | None:
+        """Return why this checkpoint's media cannot be served, in one clause; None: they can."""
+
+    @classmethod
+    def processor(cls, setup: MediaSetup) -> MediaProcessor:
+        """Create the processor. Blocks."""
+
+    @classmethod
+    def encoder(cls, setup: MediaSetup, build: BuildContext) -> MediaEncoder:
+        """Create the encoder's module, without weights, on `build.device` in `build.dtype`."""

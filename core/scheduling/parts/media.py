@@ -1,0 +1,225 @@
+"""Media: when items of prompts are encoded, and which outputs of the encoder are kept."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ...cache.kv_manager import PrefixHits
+from ...parts.media import (
+    NAME,
+    EncodeMedia,
+    MediaItem,
+    MediaPlan,
+    PlacedItem,
+    RequestMedia,
+    SlotMedia,
+)
+from ...request import Request
+from ...step import StepResult
+from ..plan_builder import PlanBuilder
+from .part import PartServices, SchedulerPart
+
+
+class Media(SchedulerPart):
+    """Encodes items with the first plan whose rows reach them.
+
+    A plan encodes as many rows as it may have tokens, or one item. Outputs are kept by content
+    while rows need them, then until others need the room; an item that finds none ends the chunk
+    before it.
+    """
+
+    name = NAME
+
+    def __init__(self, services: PartServices, most_kept: int, whole_spans: bool) -> None:
+        """most_kept: rows of outputs that are kept; more if one item, or one prompt that cannot be
+        split, has more. whole_spans: the tokens of an item are computed in one step."""
+        self._block_size = services.kv.block_size
+        self._budget = services.max_num_batched_tokens
+        self._chunked = services.chunked
+        self._most_kept = most_kept
+        self._whole_spans = whole_spans
+        self._builder: PlanBuilder | None = None
+        self._kept: OrderedDict[str, int] = OrderedDict()
+        """Digest → rows, longest unused first."""
+        self._users: dict[str, int] = {}
+        """Digest → requests whose next rows need it."""
+        self._held: dict[str, dict[int, str]] = {}
+        """Request id → numbers of its items that it holds → digests."""
+        self._touched: set[str] = set()
+        """Digests that rows of the plan that is being made need."""
+        self._doubtful: set[str] = set()
+        """Digests of requests that failed: not kept once they are not needed."""
+        self._encode: list[EncodeMedia] = []
+        self._encoded_rows = 0
+        self._drop: list[str] = []
+        self._drop_all = False
+        self._num_encoded = 0
+        self._num_found = 0
+
+    @classmethod
+    def maker(cls, most_kept: int, whole_spans: bool) -> Callable[[PartServices], Media]:
+        return lambda services: cls(services, most_kept, whole_spans)
+
+    # ------------------------------------------------------------ rows
+
+    def begin_plan(self, builder: PlanBuilder) -> None:
+        self._builder = builder
+
+    def cost(self, request: Request, hits: PrefixHits) -> int | None:
+        """Return 0, or None if its first row would be empty."""
+        computed = hits.num_blocks * self._block_size
+        item = next((item for item in _items(request) if item.end > computed), None)
+        if item is None or item.start > computed:
+            return 0
+        assert self._builder is not None
+        if self._whole_spans and item.end - computed > self._builder.budget:
+            return None
+        return 0 if self._is_possible(item) else None
+
+    def look_at(self, request: Request) -> int | None:
+        computed = request.num_computed_tokens
+        return next((item.start for item in _items(request) if item.end > computed), None)
+
+    def chunk_tokens(self, request: Request, count: int) -> int:
+        computed = request.num_computed_tokens
+        end = computed + count
+        for number, item in enumerate(_items(request)):
+            if item.end <= computed:
+                continue
+            if item.start >= end:
+                break
+            split = self._whole_spans and item.end > end
+            if split or not self._hold(request, number, item):
+                # A last token alone would be a decode row, which parts do not see.
+                alone = request.num_tokens - item.start == 1
+                return max(0, item.start - alone - computed)
+        return count
+
+    def chunk_planned(self, request: Request) -> None:
+        """Give back the outputs that the request's later rows do not need."""
+        held = self._held.get(request.request_id)
+        if not held:
+            return
+        items = _items(request)
+        for number in [n for n in held if items[n].end <= request.num_computed_tokens]:
+            self._release(held.pop(number))
+
+    def start_part(self, request: Request) -> SlotMedia | None:
+        items = _items(request)
+        if not items:
+            return None
+        return SlotMedia(
+            tuple(
+                PlacedItem(
+                    item.start, len(content.token_ids), content.digest, content.runs, content.grid
+                )
+                for item in items
+                for content in (item.content,)
+            )
+        )
+
+    # ------------------------------------------------------------ outputs
+
+    def _is_possible(self, item: MediaItem) -> bool:
+        """Return whether an item's output is there, or may be made with this plan."""
+        if item.content.digest in self._kept or not self._chunked:
+            return True
+        rows = item.content.num_rows
+        if self._encoded_rows and self._encoded_rows + rows > self._budget:
+            return False
+        needed = sum(self._kept[digest] for digest in self._users.keys() | self._touched)
+        return not needed or needed + rows <= self._most_kept
+
+    def _hold(self, request: Request, number: int, item: MediaItem) -> bool:
+        """Keep an item's output for a request's rows, made with this plan if need be."""
+        held = self._held.setdefault(request.request_id, {})
+        if number in held:
+            self._touched.add(held[number])
+            return True
+        if not self._is_possible(item):
+            return False
+        content = item.content
+        digest, rows = content.digest, content.num_rows
+        if digest in self._kept:
+            self._kept.move_to_end(digest)
+            self._num_found += 1
+        else:
+            self._make_room(rows)
+            self._kept[digest] = rows
+            self._encode.append(EncodeMedia(digest, rows, content.tensors))
+            self._encoded_rows += rows
+            self._num_encoded += 1
+        self._touched.add(digest)
+        self._users[digest] = self._users.get(digest, 0) + 1
+        held[number] = digest
+        return True
+
+    def _make_room(self, rows: int) -> None:
+        """Drop outputs that neither this plan nor a later row needs, as far as needed."""
+        excess = sum(self._kept.values()) + rows - self._most_kept
+        needed = self._users.keys() | self._touched
+        for digest in [digest for digest in self._kept if digest not in needed]:
+            if excess <= 0:
+                break
+            excess -= self._kept.pop(digest)
+            self._drop.append(digest)
+
+    def _release(self, digest: str) -> None:
+        self._users[digest] -= 1
+        if self._users[digest]:
+            return
+        del self._users[digest]
+        if digest in self._doubtful and digest not in self._touched:
+            self._doubtful.remove(digest)
+            del self._kept[digest]
+            self._drop.append(digest)
+
+    # ------------------------------------------------------------ plans, ends
+
+    def plan_part(self, step: int, builder: PlanBuilder) -> MediaPlan | None:
+        self._touched.clear()
+        if not (self._encode or self._drop or self._drop_all):
+            return None
+        plan = MediaPlan(tuple(self._encode), tuple(self._drop), self._drop_all)
+        self._encode, self._drop, self._encoded_rows, self._drop_all = [], [], 0, False
+        return plan
+
+    def leave(self, request: Request) -> None:
+        for digest in self._held.pop(request.request_id, {}).values():
+            self._release(digest)
+
+    def invalidate(self, request: Request) -> None:
+        """Encode the items again that a failed request has needed."""
+        self._doubtful.update(self._held.get(request.request_id, {}).values())
+
+    def step_failed(self, dropped: Iterable[StepResult]) -> None:
+        """Forget all outputs: what the plans in flight have encoded is not known."""
+        self.abandon()
+        self._drop_all = True
+
+    def abandon(self) -> None:
+        for kept in (self._kept, self._users, self._held, self._touched, self._doubtful):
+            kept.clear()
+        self._encode, self._drop, self._encoded_rows = [], [], 0
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        return {"items_encoded": self._num_encoded, "items_found": self._num_found}
+
+    def held_blocks(self, running: list[Request]) -> Iterable[int]:
+        """Return nothing; check that outputs are held by running requests, and for their rows."""
+        held = {name for name, numbers in self._held.items() if numbers}
+        assert held <= {request.request_id for request in running}, "media of no request"
+        counted: dict[str, int] = {}
+        for numbers in self._held.values():
+            for digest in numbers.values():
+                counted[digest] = counted.get(digest, 0) + 1
+        assert counted == self._users and set(counted) <= set(self._kept), "media are miscounted"
+        return ()
+
+
+def _items(request: Request) -> tuple[MediaItem, ...] | list[MediaItem]:
+    media: RequestMedia | None = request.parts.get(NAME)
+    return () if media is None else media.items  # type: ignore[return-value]

@@ -1,0 +1,225 @@
+"""Encodes items of prompts, and places the rows among those of tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...nn.media import MediaContext, MediaRows, RopePositions
+from ...parts.media import NAME, EncodeMedia, MediaPlan, PlacedItem, SlotMedia
+from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
+from ..batch import PersistentBatch, StepInputs
+from ..launched_step import LaunchedStep
+from .part import PartNeeds, PartSite, PartStart, Report, StartContext, WorkerPart
+
+logger = logging.getLogger("jackfield.worker")
+
+
+class MediaStart(PartStart):
+    """Uses the model's encoder of media."""
+
+    option = "limit_mm_per_prompt"
+
+    def __init__(self, start: StartContext) -> None:
+        self._start = start
+        self._encoder: Any = start.model.media
+        width = (1 + self._encoder.num_levels) * start.model_config.hidden_size
+        rows = start.config.max_num_batched_tokens
+        assert rows is not None
+        self.needs = PartNeeds(nbytes=rows * width * start.model_config.dtype.itemsize)
+
+    def make(self, site: PartSite) -> Media:
+        config = self._start.model_config
+        return Media(self._encoder, site.batch, config.hidden_size, config.dtype)
+
+
+class _Slot:
+    """Items of a slot's request that its rows have not passed."""
+
+    def __init__(self, items: Sequence[PlacedItem], computed: int) -> None:
+        self.items = items
+        self.computed = computed
+        """Tokens of plans so far."""
+        self.end = items[-1].end
+        self.axes: np.ndarray | None = None
+        """[3, prompt] positions of a model that rotates by place."""
+
+
+class Media(WorkerPart):
+    name = NAME
+
+    def __init__(
+        self, encoder: Any, batch: PersistentBatch, hidden_size: int, dtype: torch.dtype
+    ) -> None:
+        self._encoder = encoder
+        self._batch = batch
+        self._width = (1 + encoder.num_levels) * hidden_size
+        self._dtype = dtype
+        self._outputs: dict[str, torch.Tensor] = {}
+        """Digest → [rows, width]"""
+        self._failures: dict[str, str] = {}
+        """Digest → why it could not be encoded."""
+        self._slots: dict[int, _Slot] = {}
+        self._rows: MediaRows | None = None
+        self._axes: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Tokens of the step, [K], and their positions, [3, K]."""
+        self._failed: dict[int, str] = {}
+        """Rows of the step → why they have nothing to compute with."""
+        self._deltas: torch.Tensor | None = None
+        if encoder.rope is not None:
+            count = batch.num_slots + 1
+            self._deltas = torch.zeros(count, dtype=torch.int64, device=batch.device)
+        self._turned: set[int] = set()
+        """Slots whose delta is not 0."""
+
+    # ------------------------------------------------------------ slots
+
+    def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
+        self.release(start.slot)
+        media: SlotMedia | None = start.parts.get(NAME)
+        if media is None:
+            return
+        slot = _Slot(media.items, start.num_computed_tokens)
+        if self._deltas is not None:
+            slot.axes, delta = self._encoder.positions(media.items, start.num_prompt_tokens)
+            if delta:
+                self._deltas[start.slot].fill_(delta)
+                self._turned.add(start.slot)
+        if slot.computed < slot.end:
+            self._slots[start.slot] = slot
+
+    def release(self, slot: int) -> None:
+        self._slots.pop(slot, None)
+        if slot in self._turned:
+            assert self._deltas is not None
+            self._turned.remove(slot)
+            self._deltas[slot].fill_(0)
+
+    # ------------------------------------------------------------ a step
+
+    def before(self, part: PartPlan | None, plan: StepPlan) -> None:
+        self._rows, self._axes, self._failed = None, None, {}
+        if isinstance(part, MediaPlan):
+            self._encode(part)
+        if self._slots and not self._slots.keys().isdisjoint(plan.slots):
+            self._place(plan)
+
+    def _encode(self, plan: MediaPlan) -> None:
+        for digest in tuple(self._outputs) if plan.drop_all else plan.drop:
+            self._outputs.pop(digest, None)
+            self._failures.pop(digest, None)
+        if plan.drop_all:
+            self._failures.clear()
+        for item in plan.encode:
+            # One by one: an item that cannot be encoded costs its requests alone.
+            try:
+                self._outputs[item.digest] = self._encoded(item)
+            except Exception as error:
+                logger.exception("an item could not be encoded")
+                self._failures[item.digest] = f"{type(error).__name__}: {error}"
+
+    def _encoded(self, item: EncodeMedia) -> torch.Tensor:
+        tensors = {
+            name: torch.frombuffer(
+                bytearray(tensor.data), dtype=getattr(torch, tensor.dtype)
+            ).view(tensor.shape).to(self._batch.device, non_blocking=True)
+            for name, tensor in item.tensors.items()
+        }  # fmt: skip
+        [rows] = self._encoder.encode([tensors])
+        if rows.shape != (item.num_rows, self._width):
+            raise ValueError(
+                f"the encoder returned {tuple(rows.shape)} for {item.num_rows} tokens of "
+                f"{self._width} numbers"
+            )
+        encoded: torch.Tensor = rows.to(self._dtype)
+        return encoded
+
+    def _place(self, plan: StepPlan) -> None:
+        """Find the rows of outputs, and the positions, of the step's tokens of items."""
+        tokens: list[np.ndarray] = []
+        vectors: list[torch.Tensor] = []
+        turned: list[np.ndarray] = []
+        axes: list[np.ndarray] = []
+        first = 0
+        for row, (number, count) in enumerate(zip(plan.slots, plan.num_tokens, strict=True)):
+            slot = self._slots.get(number)
+            if slot is not None:
+                begin = slot.computed
+                slot.computed = end = begin + count
+                for item in slot.items:
+                    if item.start < end and begin < item.end:
+                        self._take(row, item, begin, end, first, tokens, vectors)
+                if slot.axes is not None:
+                    known = min(end, slot.axes.shape[1])
+                    turned.append(np.arange(first, first + known - begin))
+                    axes.append(slot.axes[:, begin:known])
+                if end >= slot.end:
+                    del self._slots[number]
+            first += count
+        if tokens:
+            places = torch.from_numpy(np.concatenate(tokens)).to(self._batch.device)
+            self._rows = MediaRows(places, torch.cat(vectors))
+        if turned:
+            moved = torch.from_numpy(np.concatenate(turned)).to(self._batch.device)
+            positions = torch.from_numpy(np.concatenate(axes, axis=1)).to(self._batch.device)
+            self._axes = moved, positions
+
+    def _take(
+        self,
+        row: int,
+        item: PlacedItem,
+        begin: int,
+        end: int,
+        first: int,
+        tokens: list[np.ndarray],
+        vectors: list[torch.Tensor],
+    ) -> None:
+        """Take the part of an item's output that stands at positions begin .. end - 1 of a row,
+        whose first token is the step's token `first`."""
+        output = self._outputs.get(item.digest)
+        if output is None:
+            reason = self._failures.get(item.digest, "it was not encoded")
+            self._failed[row] = f"an image of the prompt could not be encoded: {reason}"
+            return
+        at = 0
+        for offset, count in item.runs:
+            start = max(item.start + offset, begin)
+            stop = min(item.start + offset + count, end)
+            if start < stop:
+                tokens.append(np.arange(first + start - begin, first + stop - begin))
+                skipped = at + start - item.start - offset
+                vectors.append(output[skipped : skipped + stop - start])
+            at += count
+
+    def context(self, inputs: StepInputs) -> MediaContext | None:
+        rope = None
+        if self._deltas is not None:
+            rope = RopePositions(self._positions(inputs), self._encoder.rope)
+        return MediaContext(self._rows, rope)
+
+    def _positions(self, inputs: StepInputs) -> torch.Tensor:
+        """Return the positions by which tokens turn, [T] or [3, T]."""
+        assert self._deltas is not None
+        count, slots = len(inputs.input_ids), inputs.slots
+        if len(slots) != count:
+            ends = inputs.layout.query_start[1:].contiguous()
+            numbers = torch.arange(count, dtype=ends.dtype, device=ends.device)
+            rows = torch.searchsorted(ends, numbers, right=True)
+            slots = slots[rows.clamp_(max=len(slots) - 1)]
+        positions = inputs.positions + self._deltas[slots.long()]
+        if self._axes is None:
+            return positions
+        tokens, axes = self._axes
+        return positions.expand(3, -1).index_copy(1, tokens, axes)
+
+    def recordable(self, plan: StepPlan) -> bool:
+        return self._rows is None and self._axes is None and not self._failed
+
+    def after(self, part: PartPlan | None, step: LaunchedStep) -> Report | None:
+        step.failed.update(self._failed)
+        self._rows, self._axes, self._failed = None, None, {}
+        return None

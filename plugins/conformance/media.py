@@ -1,0 +1,146 @@
+"""`MediaModelKit`: whether a media model's processor and encoder agree with each other.
+
+class TestMine(MediaModelKit):
+    name = "MineForConditionalGeneration"         # as registered
+
+    @classmethod
+    def write(cls, folder):                      # a small checkpoint, with its processor
+        model.save_pretrained(folder)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ...core.config import EngineConfig
+from ...core.engine.resolve_config import resolve_config, resolve_runner
+from ...core.loading.build import build_model
+from ...core.loading.model_config import ModelConfig, resolve_model_config
+from ...core.nn.operations import Operations
+from ...core.parts.media import PlacedItem
+from ...core.protocols.media import MediaSetup, ProcessedMedia
+from .kit import Kit
+
+SIZES = ((40, 32), (32, 40), (64, 64), (200, 24), (17, 90))
+"""Widths and heights of pictures."""
+
+
+def picture(width: int, height: int, seed: int = 0) -> Any:
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+class MediaModelKit(Kit):
+    """Subclass it, and implement how a checkpoint is written."""
+
+    kind = "media_model"
+
+    @classmethod
+    def write(cls, folder: Path) -> None:
+        """Write a small checkpoint into an empty folder, with random weights and the files of its
+        image processor and tokenizer."""
+        pytest.skip("the kit was not told how to write a checkpoint: give it write")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def checkpoint(cls, tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineConfig, Any]:
+        folder = tmp_path_factory.mktemp("checkpoint")
+        cls.write(folder)
+        given = EngineConfig(model=str(folder), device="cpu", dtype="float32")
+        plugins = cls.plugins()
+        config = resolve_config(given, plugins)
+        return resolve_runner(given, config, resolve_model_config(config, plugins), plugins)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_config(cls, checkpoint: tuple[EngineConfig, ModelConfig]) -> ModelConfig:
+        return checkpoint[1]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def processor(cls, model_config: ModelConfig) -> Any:
+        return cls.registered().processor(cls.setup_of(model_config))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def encoder(cls, checkpoint: tuple[EngineConfig, ModelConfig]) -> Any:
+        """The encoder, with its weights."""
+        config, model_config = checkpoint
+        device = torch.device("cpu")
+        with torch.inference_mode():
+            model: Any = build_model(cls.plugins(), config, model_config, device, Operations())
+        return model.media
+
+    @staticmethod
+    def setup_of(model_config: ModelConfig) -> MediaSetup:
+        from ...core.text.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.load(str(model_config.path))
+        return MediaSetup(
+            model_config.path, model_config.whole_config,
+            tokenize=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        )  # fmt: skip
+
+    @staticmethod
+    @torch.inference_mode()
+    def encode(encoder: Any, *items: ProcessedMedia) -> list[torch.Tensor]:
+        tensors = [
+            {name: torch.from_numpy(np.ascontiguousarray(v)) for name, v in item.tensors.items()}
+            for item in items
+        ]
+        return list(encoder.encode(tensors))
+
+    # -------------------------------------------------------------- tests
+
+    def test_the_checkpoint_is_served_with_media(self, model_config: ModelConfig) -> None:
+        assert model_config.text_alone == "" and model_config.media is not None
+        assert model_config.media.modalities == tuple(self.registered().modalities)
+
+    def test_each_embedded_token_has_a_row(
+        self, processor: Any, encoder: Any, model_config: ModelConfig
+    ) -> None:
+        width = (1 + encoder.num_levels) * model_config.hidden_size
+        for size in SIZES:
+            item = processor.image(picture(*size))
+            embedded = [True] * len(item.token_ids) if item.embedded is None else item.embedded
+            assert len(embedded) == len(item.token_ids) > 0
+            assert all(0 <= token < model_config.vocab_size for token in item.token_ids)
+            [rows] = self.encode(encoder, item)
+            assert rows.shape == (sum(embedded), width), size
+            assert torch.isfinite(rows).all()
+
+    def test_tensors_depend_on_the_picture_alone(self, processor: Any) -> None:
+        first, again = (processor.image(picture(48, 48, 1)) for _ in range(2))
+        assert list(first.token_ids) == list(again.token_ids) and first.grid == again.grid
+        for name, value in first.tensors.items():
+            assert np.array_equal(value, again.tensors[name]), name
+        other = processor.image(picture(48, 48, 2))
+        assert any(not np.array_equal(v, other.tensors[n]) for n, v in first.tensors.items())
+
+    def test_pictures_together_are_encoded_as_alone(self, processor: Any, encoder: Any) -> None:
+        items = [processor.image(picture(*size, seed)) for seed, size in enumerate(SIZES)]
+        for item, rows in zip(items, self.encode(encoder, *items), strict=True):
+            [alone] = self.encode(encoder, item)
+            assert torch.allclose(rows, alone, atol=1e-5)
+
+    def test_positions_of_a_prompt(self, processor: Any, encoder: Any) -> None:
+        """Words before, between and after pictures turn by positions that go on by one."""
+        if encoder.rope is None:
+            pytest.skip("it turns by positions in the sequence")
+        items, start = [], 3
+        for seed, size in enumerate(SIZES[:2]):
+            made = processor.image(picture(*size, seed))
+            items.append(PlacedItem(start, len(made.token_ids), f"{seed}", (), made.grid))
+            start = items[-1].end + 4
+        positions, delta = encoder.positions(items, start)
+        assert positions.shape == (3, start)
+        assert (positions[:, :3] == np.arange(3)).all()
+        assert (np.diff(positions[:, -4:]) == 1).all()
+        assert (positions[:, -1] + 1 == start + delta).all()

@@ -1,0 +1,94 @@
+"""Encodes pictures with `transformers`' modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...core.loading.weight_map import WeightMap
+from ...core.nn.context import BuildContext
+from ...core.parts.media import PlacedItem
+from ...core.protocols.media import MediaSetup, RopeSections
+from ..models.fallback.build import allocate
+
+PREFIXES = ("model.", "")
+"""What checkpoints write before the names of a model's parts."""
+
+
+@dataclass(frozen=True)
+class EncoderWeights(WeightMap):
+    """Finds an encoder's tensors by their names in `transformers`."""
+
+    found: frozenset[str] = frozenset()
+    """Names of parameters."""
+    renamed_parts: Mapping[str, str] = field(default_factory=dict)
+    """Part of a name in some checkpoints → part here."""
+
+    def own(self, name: str) -> str | None:
+        for prefix in PREFIXES:
+            if not name.startswith(prefix):
+                continue
+            own = name.removeprefix(prefix)
+            for changed in (own, *(own.replace(o, n) for o, n in self.renamed_parts.items())):
+                if f"hf.{changed}" in self.found:
+                    return f"hf.{changed}"
+        return None
+
+
+class TransformersEncoder(nn.Module):
+    """The parts of a model of `transformers` that read pictures, used as it uses them itself."""
+
+    num_levels = 0
+    rope: RopeSections | None = None
+    text_modules: ClassVar[tuple[str, ...]] = ("language_model", "text_model")
+    """Parts of the whole model that are not used."""
+    renamed_parts: ClassVar[Mapping[str, str]] = {".vision_model.": "."}
+
+    def __init__(self, setup: MediaSetup, build: BuildContext) -> None:
+        super().__init__()
+        from transformers import AutoModel, PreTrainedModel
+        from transformers.initialization import no_init_weights
+
+        config = copy.deepcopy(setup.config)
+        config.quantization_config = None
+        with torch.device("meta"), no_init_weights():
+            whole: Any = AutoModel.from_config(config, dtype=build.dtype)
+        for name in self.text_modules:
+            if name in whole._modules:
+                delattr(whole, name)
+        whole.eval()
+        # Each model inside, the innermost first, knows the buffers of its own modules.
+        for module in reversed(list(whole.modules())):
+            if isinstance(module, PreTrainedModel):
+                allocate(module, build)
+        self.hf = whole
+        names = frozenset(name for name, _ in self.named_parameters())
+        self.weight_map = EncoderWeights(found=names, renamed_parts=self.renamed_parts)
+        self.dtype = build.dtype
+
+    def encode(self, items: Sequence[Mapping[str, torch.Tensor]]) -> Sequence[torch.Tensor]:
+        return [self.encode_one(item) for item in items]
+
+    def encode_one(self, item: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return a picture's rows."""
+        tensors = {
+            name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in item.items()
+        }
+        return self.rows(self.hf.get_image_features(**tensors))
+
+    def rows(self, output: Any) -> torch.Tensor:
+        """Return the rows in the output for one picture."""
+        rows = output.pooler_output
+        if not isinstance(rows, torch.Tensor):
+            rows = torch.cat(list(rows))
+        return rows.reshape(-1, rows.shape[-1])
+
+    def positions(self, items: Sequence[PlacedItem], num_tokens: int) -> tuple[np.ndarray, int]:
+        raise NotImplementedError("only with `rope`")

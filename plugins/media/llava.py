@@ -1,0 +1,43 @@
+"""LLaVA: pictures of one size, one row per patch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+
+from ...core.nn.context import BuildContext
+from ...core.protocols.media import MediaProcessor, MediaSetup, ProcessedMedia
+from .encoder import TransformersEncoder
+from .processor import ImageProcessor
+
+
+class LlavaProcessor(ImageProcessor):
+    def processed(self, tensors: Mapping[str, np.ndarray]) -> ProcessedMedia:
+        pixels = tensors["pixel_values"]
+        patch = self.config.vision_config.patch_size
+        count = (pixels.shape[-2] // patch) * (pixels.shape[-1] // patch)
+        if self.config.vision_feature_select_strategy == "full":
+            count += 1  # The tower's class token.
+        return ProcessedMedia({"pixel_values": pixels}, self.repeated(count))
+
+
+class Llava:
+    modalities: ClassVar[tuple[str, ...]] = ("image",)
+    whole_spans: ClassVar[bool] = False
+
+    @classmethod
+    def refusal(cls, setup: MediaSetup) -> str | None:
+        kind = setup.config.vision_config.model_type
+        if kind not in ("clip_vision_model", "siglip_vision_model"):
+            return f"its tower is a {kind}, and only those of CLIP and SigLIP are served"
+        return None
+
+    @classmethod
+    def processor(cls, setup: MediaSetup) -> MediaProcessor:
+        return LlavaProcessor(setup)
+
+    @classmethod
+    def encoder(cls, setup: MediaSetup, build: BuildContext) -> TransformersEncoder:
+        return TransformersEncoder(setup, build)

@@ -1,0 +1,63 @@
+"""Processes pictures with `transformers`' image processors, in their Pillow form."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...core.errors import ConfigError
+from ...core.protocols.media import MediaSetup, ProcessedMedia
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+OPTION = "mm_processor_kwargs"
+
+
+class ImageProcessor:
+    """A family says what stands for a picture, and which tensors its encoder takes."""
+
+    around = ("", "")
+
+    def __init__(self, setup: MediaSetup) -> None:
+        """Raises ConfigError for options that the processor does not have."""
+        from transformers import AutoImageProcessor
+
+        given = dict(setup.processor_kwargs)
+        try:
+            own: Any = AutoImageProcessor.from_pretrained(setup.folder, backend="pil", **given)
+        except Exception as error:
+            param = OPTION if given else "model"
+            raise ConfigError(
+                f"{param}: the image processor of {setup.folder.name} cannot be made "
+                f"({type(error).__name__}: {error})",
+                param=param,
+            ) from error
+        if unknown := sorted(name for name in given if not hasattr(own, name)):
+            raise ConfigError(
+                f"{OPTION}: {type(own).__name__} has no option {', '.join(unknown)}", param=OPTION
+            )
+        self.images, self.config = own, setup.config
+        self.placeholder_id: int = self.find_placeholder(setup)
+        options = json.dumps(own.to_dict(), sort_keys=True, default=str)
+        self.fingerprint = hashlib.sha256(f"{type(own).__name__} {options}".encode()).hexdigest()
+
+    def find_placeholder(self, setup: MediaSetup) -> int:
+        """Return the token by which prompts say where a picture stands."""
+        return int(setup.config.image_token_id)
+
+    def image(self, image: Image) -> ProcessedMedia:
+        tensors = self.images(images=[image], return_tensors="np")
+        return self.processed({name: np.asarray(value) for name, value in tensors.items()})
+
+    def processed(self, tensors: Mapping[str, np.ndarray]) -> ProcessedMedia:
+        """Return what stands for a picture, of which these are the processor's tensors."""
+        raise NotImplementedError
+
+    def repeated(self, count: int) -> Sequence[int]:
+        """Return so many placeholders."""
+        return [self.placeholder_id] * int(count)

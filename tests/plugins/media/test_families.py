@@ -1,0 +1,142 @@
+"""Multimodal families through the whole engine say what `transformers` says: several pictures,
+chunks that end inside one, prefix hits inside and behind one, preemption."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from checkpoints import FAMILIES, picture, save
+from PIL import Image
+
+from jackfield import AsyncEngine, EngineConfig, RequestOutput, SamplingParams
+
+NEW = 10
+CHUNK = 7
+"""Tokens of a step: fewer than a picture has."""
+
+
+class Case(NamedTuple):
+    """A prompt: texts, with pictures in between."""
+
+    texts: tuple[str, ...]
+    pictures: tuple[Image.Image, ...]
+
+
+CASES = {
+    "one": Case(("What is this? ", " Say it."), (picture(1),)),
+    "another": Case(("What is this? ", " Say it."), (picture(2),)),
+    "other words": Case(("What is this? ", " Never mind!"), (picture(1),)),
+    "two": Case(("See ", " and then ", ", please."), (picture(3, 56, 40), picture(1))),
+    "swapped": Case(("See ", " and then ", ", please."), (picture(1), picture(3, 56, 40))),
+    "side by side": Case(("", "", " twice the same?"), (picture(4), picture(4))),
+    "none": Case(("Only words here.",), ()),
+    "last": Case(("What do you see? ", ""), (picture(5, 32, 48),)),
+}
+
+
+class Made(NamedTuple):
+    folder: Path
+    model: Any
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp("family")
+    return Made(folder, save(request.param, folder))
+
+
+def architecture(made: Made) -> str:
+    return type(made.model).__name__
+
+
+def text_of(made: Made, case: Case) -> str:
+    return FAMILIES[architecture(made)].written.join(case.texts)
+
+
+def expected(made: Made, case: Case, new: int = NEW) -> tuple[int, list[int]]:
+    """Return the number of tokens of the prompt and the output, by `transformers` alone."""
+    processor = FAMILIES[architecture(made)].reference(made.folder)
+    inputs = processor(
+        images=list(case.pictures) or None, text=text_of(made, case), return_tensors="pt"
+    )
+    with torch.no_grad():
+        out = made.model.generate(**inputs, max_new_tokens=new, do_sample=False)
+    count = inputs["input_ids"].shape[1]
+    return count, out[0, count:].tolist()
+
+
+def engine_of(made: Made, **options: Any) -> AsyncEngine:
+    defaults: dict[str, Any] = {
+        "max_num_batched_tokens": CHUNK, "block_size": 4, "max_model_len": 400, "max_num_seqs": 4,
+        "num_gpu_blocks_override": 400,
+    }  # fmt: skip
+    return AsyncEngine(
+        EngineConfig(
+            model=str(made.folder), device="cpu", dtype="float32", **{**defaults, **options}
+        )
+    )
+
+
+async def run(engine: AsyncEngine, made: Made, case: Case, new: int = NEW) -> RequestOutput:
+    prompt: Any = {
+        "prompt": text_of(made, case), "multi_modal_data": {"image": list(case.pictures)},
+    }  # fmt: skip
+    params = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
+    outputs = [output async for output in engine.generate(prompt, params)]
+    return outputs[-1]
+
+
+def check(made: Made, case: Case, output: RequestOutput, new: int = NEW) -> None:
+    count, tokens = expected(made, case, new)
+    assert output.error is None
+    assert len(output.prompt_token_ids or ()) == count
+    assert list(output.outputs[0].token_ids) == tokens
+
+
+async def test_each_prompt_says_what_transformers_says(made: Made) -> None:
+    """One after the other, in chunks that end inside pictures, with what earlier ones cached."""
+    async with engine_of(made) as engine:
+        for name, case in CASES.items():
+            check(made, case, await run(engine, made, case))
+            assert engine.healthy, name
+
+
+async def test_preempted_prompts_are_encoded_and_placed_again(made: Made) -> None:
+    """Without a prefix cache, all of a prompt is computed again, up to the output behind it."""
+    together: Sequence[Case] = [CASES[name] for name in ("one", "two", "none")]
+    new = 40
+    counts = [expected(made, case, new)[0] for case in together]
+    async with engine_of(
+        made, num_gpu_blocks_override=sum(counts) // 4 + 12, max_model_len=max(counts) + new + 2,
+        enable_prefix_caching=False,
+    ) as engine:  # fmt: skip
+        outputs = await asyncio.gather(*(run(engine, made, case, new) for case in together))
+        for case, output in zip(together, outputs, strict=True):
+            check(made, case, output, new)
+        assert engine.stats().num_preemptions > 0
+
+
+async def test_the_prefix_cache_knows_pictures_by_content(made: Made) -> None:
+    async with engine_of(made, max_num_batched_tokens=64) as engine:
+        first = await run(engine, made, CASES["one"])
+        count = len(first.prompt_token_ids or ())
+        again = await run(engine, made, CASES["one"])
+        assert again.num_cached_tokens == (count - 1) // 4 * 4
+        assert again.outputs[0].token_ids == first.outputs[0].token_ids
+        # Behind the picture the words differ: hits end there.
+        words = await run(engine, made, CASES["other words"])
+        before = len(CASES["one"].texts[0])
+        assert words.num_cached_tokens is not None
+        assert before + 4 < words.num_cached_tokens < count - 3
+        check(made, CASES["other words"], words)
+        # Another picture shares the words before it, and nothing more.
+        other = await run(engine, made, CASES["another"])
+        assert other.num_cached_tokens is not None
+        assert other.num_cached_tokens <= before + 2
+        check(made, CASES["another"], other)
+        assert again.outputs[0].token_ids != other.outputs[0].token_ids

@@ -1,0 +1,98 @@
+"""Media models in the box pass their kit; one that raises is named, and costs its engine alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import FAMILIES, picture, save
+
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.errors import JackfieldError
+from jackfield.core.hooks import API_VERSION, hookimpl
+from jackfield.core.registry import load_plugins
+from jackfield.plugins.conformance.media import MediaModelKit
+from jackfield.plugins.media.llava import Llava
+
+LLAVA = "LlavaForConditionalGeneration"
+
+
+class OfFamily(MediaModelKit):
+    @classmethod
+    def write(cls, folder: Path) -> None:
+        save(cls.name, folder)
+
+
+for _name in FAMILIES:
+    globals()[f"Test{_name}"] = type(f"Test{_name}", (OfFamily,), {"name": _name})
+del OfFamily, MediaModelKit
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llava")
+    save(LLAVA, folder)
+    return folder
+
+
+def engine_with(media: type, folder: Path) -> AsyncEngine:
+    class Plugin:
+        jackfield_api = API_VERSION
+
+        @hookimpl
+        def register_media_models(self, registry: Any) -> None:
+            registry.add(LLAVA, media, override=True)
+
+    config = EngineConfig(
+        model=str(folder), device="cpu", dtype="float32", num_gpu_blocks_override=100
+    )
+    return AsyncEngine(config, plugins=load_plugins(extra=(Plugin(),)))
+
+
+def bang(*arguments: Any) -> Any:
+    raise ArithmeticError("bang")
+
+
+@pytest.mark.parametrize("method", ["refusal", "processor", "encoder"])
+async def test_one_that_raises_at_the_start_is_named(method: str, folder: Path) -> None:
+    bad = type("Bad", (Llava,), {method: classmethod(bang)})
+    with pytest.raises(JackfieldError, match=f"media model .* failed in {method}.*bang"):
+        await engine_with(bad, folder).start()
+
+
+async def test_an_item_that_cannot_be_encoded_costs_its_request_alone(folder: Path) -> None:
+    class Fragile(Llava):
+        """Its encoder raises for one picture, and returns too few rows for another."""
+
+        @classmethod
+        def encoder(cls, setup: Any, build: Any) -> Any:
+            made = Llava.encoder(setup, build)
+            whole = made.encode_one
+
+            def encode_one(item: Any) -> Any:
+                mean = float(item["pixel_values"].mean())
+                if mean > 1.5:
+                    raise ArithmeticError("too bright")
+                rows = whole(item)
+                return rows[1:] if mean < -1.5 else rows
+
+            made.encode_one = encode_one  # type: ignore[method-assign]
+            return made
+
+    from PIL import Image
+
+    def prompt(image: Any) -> Any:
+        return {"prompt": "a <image> b", "multi_modal_data": {"image": image}}
+
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    async with engine_with(Fragile, folder) as engine:
+        for color, reason in (("white", "ArithmeticError: too bright"), ("black", "15, 64")):
+            for _ in range(2):
+                stream = engine.generate(prompt(Image.new("RGB", (32, 32), color)), params)
+                failed = [output async for output in stream][-1]
+                assert failed.error is not None and reason in failed.error
+                assert failed.error.startswith("an image of the prompt could not be encoded")
+            outputs = [o async for o in engine.generate(prompt(picture(1)), params)]
+            assert len(outputs[-1].outputs[0].token_ids) == 4
+        assert engine.healthy
