@@ -137,6 +137,8 @@ class KVCompressionUsage(msgspec.Struct, frozen=True):
     """Computed tokens that are not in it any more."""
     compactions: int
     """Compactions of the request, those before a preemption included."""
+    saved_bytes: int = 0
+    """Bytes, on each rank, of the blocks that its compactions gave back, less those they took."""
 
     @classmethod
     def total(cls, parts: Iterable[KVCompressionUsage | None]) -> KVCompressionUsage | None:
@@ -148,6 +150,7 @@ class KVCompressionUsage(msgspec.Struct, frozen=True):
             sum(part.kept_tokens for part in used),
             sum(part.dropped_tokens for part in used),
             sum(part.compactions for part in used),
+            sum(part.saved_bytes for part in used),
         )
 
 
@@ -206,6 +209,14 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Tokens in the caches that were compacted, before that, since the start."""
     kv_tokens_dropped: int = 0
     """Of `kv_tokens_compacted`, those that compactions have dropped."""
+    kv_bytes_returned: int = 0
+    """Bytes of `kv_blocks_returned`, on each rank."""
+    kv_bytes_saved: int = 0
+    """Of `kv_bytes_returned`, those of requests that run: what their caches would take besides."""
+    kv_tokens_missing: int = 0
+    """Computed tokens of running requests that compactions have dropped from their caches."""
+    kv_tokens_computed: int = 0
+    """Computed tokens of running requests, whether cached or dropped; only with KV compression."""
     kv_compaction_seconds: float = 0.0
     """Time that compactions took on the device, since the start."""
     late_preparations: int = 0
@@ -228,3 +239,11 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """finish_reason → count, since the start."""
     part_counts: dict[str, float] = {}
     """What parts from plugins count (`SchedulerPart.counts`), since the start: `NAME.count`."""
+
+    @property
+    def kv_compression_ratio(self) -> float:
+        """Return the share of running requests' computed tokens that their caches have, in the
+        layers that are compacted; 1 without compactions."""
+        if not self.kv_tokens_computed:
+            return 1.0
+        return 1 - self.kv_tokens_missing / self.kv_tokens_computed

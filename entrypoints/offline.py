@@ -28,7 +28,7 @@ from ..core.inputs import ChatMessage, Prompt, text_and_tokens
 from ..core.loading.model_config import ModelConfig
 from ..core.lora_request import LoRARequest
 from ..core.metrics.reader import Metric, read_metrics
-from ..core.outputs import PoolingRequestOutput, RequestOutput
+from ..core.outputs import EngineStats, PoolingRequestOutput, RequestOutput
 from ..core.pooling_params import PoolingParams, PoolingTask
 from ..core.sampling_params import OutputKind, SamplingParams
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
@@ -291,6 +291,15 @@ class LLM:
         """Return the metrics of now: `Counter`, `Gauge` and `Histogram` of
         `jackfield.core.metrics.reader`, under the names that /metrics has."""
         return read_metrics(self._run(self.engine.render_metrics()).decode())
+
+    def stats(self) -> EngineStats:
+        """Return what the engine counts, as of now."""
+        return self.engine.stats()
+
+    def compact_kv_cache(self) -> int:
+        """Compact the caches of running requests with their next steps; return how many. Raises
+        InvalidRequest without `kv_compression`."""
+        return self._run(self.engine.compact_kv_cache())
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; return whether it was done, which it is not while requests

@@ -121,3 +121,12 @@ class CacheOptions(SchedulingOptions, frozen=True, kw_only=True):
             "one has to wait, instead of after each prompt."
         ),
     ] = False
+    kv_compression_threshold: Annotated[
+        float,
+        doc(
+            "With kv_compression_on_pressure: share of the KV blocks in use from which caches are "
+            "compacted; 1: only when blocks run out.",
+            gt=0.0,
+            le=1.0,
+        ),
+    ] = 1.0

@@ -106,6 +106,7 @@ def _check_kv_transfer(config: EngineConfig) -> None:
 COMPRESSION_OPTIONS = {
     "kv_compression_ratio": 0.5, "kv_compression_budget": None, "kv_compression_interval": 0,
     "kv_compression_prompt_interval": 0, "kv_compression_on_pressure": False,
+    "kv_compression_threshold": 1.0,
 }  # fmt: skip
 """Options of KV compression → their defaults."""
 
@@ -133,6 +134,12 @@ def _check_compression(config: EngineConfig) -> None:
                 "(kv_compression_on_pressure); leave one of them out",
                 param=name,
             )
+    if config.kv_compression_threshold < 1 and not config.kv_compression_on_pressure:
+        raise ConfigError(
+            "kv_compression_threshold: caches are compacted after each prompt, however many blocks "
+            "are in use; set kv_compression_on_pressure, too",
+            param="kv_compression_threshold",
+        )
     if config.kv_compression_prompt_interval and not config.enable_chunked_prefill:
         raise ConfigError(
             "kv_compression_prompt_interval: prompts are computed in one step "

@@ -535,6 +535,9 @@ class PooledCores:
         )
         return all(done)
 
+    async def compact_kv_cache(self) -> int:
+        return sum(map(int, await self._each("compact_kv_cache")))
+
     async def start_profile(self) -> None:
         await self._each("start_profile")
 

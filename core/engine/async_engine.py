@@ -537,6 +537,13 @@ class AsyncEngine:
             return bool((await self.core.ask_live(job))["success"])
         return await self.core.reset_prefix_cache()
 
+    async def compact_kv_cache(self) -> int:
+        """Compact the caches of running requests with their next steps, as after a prompt, where
+        blocks come back by it. Return how many are to be. Raises InvalidRequest without
+        `kv_compression`, and as `stats`."""
+        self._started_entry()
+        return await self.core.compact_kv_cache()
+
     async def start_profile(self) -> None:
         """Trace the step loop, the worker and the device into `profiler_config`'s folder, until
         `stop_profile` or a bound of it. Raises InvalidRequest without a folder, or while one runs.

@@ -34,6 +34,7 @@ from ..registry import Plugins
 from ..request import Request, RequestSpec, draw_seed
 from ..scheduling.parts.adapters import Adapters
 from ..scheduling.parts.guarded_connector import GuardedConnector
+from ..scheduling.parts.kv_compression import KVCompression
 from ..scheduling.parts.kv_transfer import KVTransfer
 from ..scheduling.scheduler import Scheduler
 from ..step import CompiledGrammar, Ping, StepPlan, StepResult
@@ -423,6 +424,14 @@ class EngineCore:
 
     async def reset_prefix_cache(self) -> bool:
         return self.scheduler.reset_prefix_cache()
+
+    async def compact_kv_cache(self) -> int:
+        part = self.scheduler.part(KVCompression)
+        if part is None:
+            raise InvalidRequest(
+                "this engine compresses no caches (its option kv_compression names no compressor)"
+            )
+        return part.compact_all()
 
     async def start_profile(self) -> None:
         await self._profiler.start()

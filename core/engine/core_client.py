@@ -86,6 +86,10 @@ class CoreClient(Protocol):
     async def reset_prefix_cache(self) -> bool:
         """Forget cached blocks. Return False if some are in use."""
 
+    async def compact_kv_cache(self) -> int:
+        """Compact running requests' caches with their next steps, where blocks come back. Return
+        how many. Raises InvalidRequest without `kv_compression`."""
+
     async def start_profile(self) -> None:
         """Begin a profile. Raises InvalidRequest, RequestFailed."""
 

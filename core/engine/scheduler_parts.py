@@ -57,7 +57,7 @@ def scheduler_parts(
                 "bound its cache, so that there is nothing to compact",
                 param="kv_compression",
             )
-        parts.append(KVCompression.maker(_compression_rule(config)))
+        parts.append(KVCompression.maker(_compression_rule(config), info.block_bytes))
     if info.num_snapshots and info.num_blocks:
         parts.append(States)
     if encoder_decoder.NAME in info.parts:
@@ -113,4 +113,5 @@ def _compression_rule(config: EngineConfig) -> CompressionRule:
         interval=config.kv_compression_interval,
         prompt_interval=config.kv_compression_prompt_interval,
         on_pressure=config.kv_compression_on_pressure,
+        threshold=config.kv_compression_threshold,
     )

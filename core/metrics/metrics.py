@@ -51,6 +51,14 @@ class EngineMetrics:
         self._at_capacity = by_reason.labels(model_name, "capacity")
         self._deferred = by_reason.labels(model_name, "deferred")
         self._usage = gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
+        self._saved = gauge(
+            "kv_saved_bytes",
+            "Bytes, on each rank, that compactions spare in the caches of running requests.",
+        )
+        self._ratio = gauge(
+            "kv_compression_ratio",
+            "Share of running requests' computed tokens in the caches of compacted layers, 0 to 1.",
+        )
         self._counters = {
             "prefix_cache_queries": counter("prefix_cache_queries", "Prompt tokens looked up."),
             "prefix_cache_hits": counter("prefix_cache_hits", "Prompt tokens found."),
@@ -74,6 +82,10 @@ class EngineMetrics:
             "kv_compactions": counter("kv_compactions", "Compactions of a request's cache."),
             "kv_blocks_returned": counter(
                 "kv_blocks_returned", "KV blocks that compactions made free."
+            ),
+            "kv_bytes_returned": counter(
+                "kv_returned_bytes",
+                "Bytes, on each rank, of the KV blocks that compactions made free.",
             ),
             "kv_tokens_compacted": counter(
                 "kv_tokens_compacted", "Tokens in caches that were compacted, before that."
@@ -187,6 +199,8 @@ class EngineMetrics:
         self._at_capacity.set(stats.num_requests_waiting - stats.num_requests_deferred)
         self._deferred.set(stats.num_requests_deferred)
         self._usage.set(stats.kv_cache_usage)
+        self._saved.set(stats.kv_bytes_saved)
+        self._ratio.set(stats.kv_compression_ratio)
         for name, counter in self._counters.items():
             increase = getattr(stats, name) - getattr(self._seen, name)
             if increase:

@@ -158,6 +158,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Why this backend was chosen, in one clause."""
     weight_bytes: int
     kv_cache_bytes: int
+    block_bytes: int = 0
+    """Of a KV block."""
     load_seconds: float
     kv_layout: KVLayout | None = None
     """Set if a KV connector is configured."""

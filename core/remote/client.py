@@ -137,6 +137,9 @@ class RemoteCore:
     async def reset_prefix_cache(self) -> bool:
         return bool(await self._calls.query("reset_prefix_cache"))
 
+    async def compact_kv_cache(self) -> int:
+        return int(await self._calls.query("compact_kv_cache"))
+
     async def start_profile(self) -> None:
         await self._calls.query("start_profile")
 

@@ -152,6 +152,8 @@ class EngineServer:
                 return sum(report.load for report in await self.reports())
             case "reset_prefix_cache":
                 return await self.core.reset_prefix_cache()
+            case "compact_kv_cache":
+                return await self.core.compact_kv_cache()
             case "start_profile":
                 await self.core.start_profile()
                 return None

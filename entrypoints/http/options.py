@@ -149,9 +149,9 @@ class ServerOptions:
     enable_admin: Annotated[
         bool,
         Meta(
-            description="serve POST /reset_prefix_cache, /start_profile, /stop_profile and GET "
-            "/server_info, routes that pause the engine and change its weights, and with "
-            "--enable-lora routes that load and unload adapters"
+            description="serve POST /reset_prefix_cache, /compact_kv_cache, /start_profile, "
+            "/stop_profile and GET /server_info, routes that pause the engine and change its "
+            "weights, and with --enable-lora routes that load and unload adapters"
         ),
         Flag(group="server"),
     ] = False

@@ -21,6 +21,7 @@ class CacheInUse(InvalidRequest):
 
 def add_admin_routes(app: web.Application) -> None:
     app.router.add_post("/reset_prefix_cache", reset_prefix_cache)
+    app.router.add_post("/compact_kv_cache", compact_kv_cache)
     app.router.add_post("/start_profile", start_profile)
     app.router.add_post("/stop_profile", stop_profile)
     app.router.add_get("/server_info", server_info, allow_head=False)
@@ -43,6 +44,34 @@ reset_prefix_cache.openapi = {  # type: ignore[attr-defined]
     "tags": ["admin"],
     "summary": "Forget cached prefixes",
     "responses": {"200": {"description": "Done"}, "409": {"description": "Requests run"}},
+}
+
+
+async def compact_kv_cache(request: web.Request) -> web.Response:
+    """POST /compact_kv_cache: compact running requests' caches with their next steps, where blocks
+    come back. 400 without kv_compression.
+    """
+    return reply({"requests": await request.app[ENGINE].compact_kv_cache()})
+
+
+compact_kv_cache.openapi = {  # type: ignore[attr-defined]
+    "tags": ["admin"],
+    "summary": "Compact the caches of running requests now",
+    "responses": {
+        "200": {
+            "description": "How many caches are compacted with their next steps",
+            "content": {
+                "application/json": {
+                    "schema": {
+                        "type": "object",
+                        "properties": {"requests": {"type": "integer"}},
+                        "required": ["requests"],
+                    }
+                }
+            },
+        },
+        "400": {"description": "No KV compression"},
+    },
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -15,6 +15,7 @@ from ...core.parts.kv_transfer import KVReport
 from ...core.protocols.kv import KVConnectorSetup
 from ...core.request import Request
 from .copying import BlockCopier, cuda
+from .eviction import Eviction, SavedBlocks
 from .options import read_options
 from .reduced_blocks import ReducedType, ReducingCopier, reduced_bytes
 from .threads import Job, JobList, Jobs, ThreadedWorker
@@ -27,6 +28,8 @@ class CpuOffloadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """GiB of host memory of all ranks together, taken at start."""
     kv_offloading_dtype: Literal["auto"] | ReducedType = "auto"
     """Type in which blocks are kept; auto: bit for bit as the cache has them."""
+    kv_offloading_eviction: Eviction = "recency"
+    """Which block goes when the memory is full: by recency, frequency or importance."""
 
 
 class CpuOffloadConnector:
@@ -70,7 +73,7 @@ class BlockRows(NamedTuple):
 
 
 class CpuOffloadScheduler:
-    """An LRU of rows by block key. Rows in a transfer are never reassigned."""
+    """Rows by block key, evicted in a chosen order. Rows in a transfer are never reassigned."""
 
     options: type[CpuOffloadOptions] = CpuOffloadOptions
 
@@ -79,9 +82,10 @@ class CpuOffloadScheduler:
         self._unused = iter(range(BlockRows.of(setup, self.options).num_rows))
         """Rows never used; possibly very many."""
         self._free: list[int] = []
-        self._rows: OrderedDict[bytes, int] = OrderedDict()
-        """Saved blocks in LRU order."""
-        self._saving: dict[int, list[tuple[bytes, int]]] = {}
+        options = read_options(setup.transfer.kv_connector_extra_config, self.options)
+        self._rows = SavedBlocks(options.kv_offloading_eviction)
+        self._saving: dict[int, tuple[int, list[tuple[bytes, int]]]] = {}
+        """Transfer → its request's priority, and keys and rows."""
         self._keys_being_saved: set[bytes] = set()
         self._loading: dict[int, list[int]] = {}
         self._readers: Counter[int] = Counter()
@@ -99,8 +103,7 @@ class CpuOffloadScheduler:
             end += 1
         # Last block first, so that the tail of a prefix is evicted first.
         for key in reversed(request.block_hashes[:end]):
-            if key in self._rows:
-                self._rows.move_to_end(key)
+            self._rows.use(key, request.priority)
         return (end - first) * self._block_size
 
     def start_load(
@@ -109,7 +112,7 @@ class CpuOffloadScheduler:
         """Queue a load. Evicted blocks are reported as not filled."""
         rows = []
         for key in keys:
-            if (row := self._rows.get(key)) is None:
+            if (row := self._rows.row(key)) is None:
                 break
             rows.append(row)
         self._loading[transfer] = rows
@@ -129,7 +132,8 @@ class CpuOffloadScheduler:
                 break
             selection.append((key, row, block_id))
         if selection:
-            self._saving[transfer] = [(key, row) for key, row, _ in selection]
+            saved = [(key, row) for key, row, _ in selection]
+            self._saving[transfer] = request.priority, saved
             self._keys_being_saved.update(key for key, _, _ in selection)
             blocks = tuple(block_id for _, _, block_id in selection)
             self._jobs.saves.append(Job(transfer, blocks, tuple(row for _, row, _ in selection)))
@@ -140,11 +144,7 @@ class CpuOffloadScheduler:
             return self._free.pop()
         if (row := next(self._unused, None)) is not None:
             return row
-        for key, row in self._rows.items():
-            if not self._readers[row]:
-                del self._rows[key]
-                return row
-        return None
+        return self._rows.evict(self._readers)
 
     def request_finished(
         self, transfer: int, request: Request
@@ -159,12 +159,13 @@ class CpuOffloadScheduler:
         """Make rows available once their save has ended."""
         for transfer in (*report.finished, *report.failed):
             failed = transfer in report.failed
-            for key, row in reversed(self._saving.pop(transfer, [])):
+            priority, saved = self._saving.pop(transfer, (0, []))
+            for key, row in reversed(saved):
                 self._keys_being_saved.discard(key)
                 if failed:
                     self._free.append(row)
                 else:
-                    self._rows[key] = row
+                    self._rows.add(key, row, priority)
             for row in self._loading.pop(transfer, []):
                 self._readers[row] -= 1
                 if not self._readers[row]:

@@ -82,6 +82,12 @@ def test_the_prefix_cache_is_forgotten_unless_in_use(server: Server) -> None:
     assert server.becomes(lambda engine: engine.stats().num_requests_running == 0)
 
 
+def test_no_cache_is_compacted_without_compression(server: Server) -> None:
+    refused = httpx.post(server.url + "/compact_kv_cache")
+    assert refused.status_code == 400
+    assert "kv_compression" in refused.json()["error"]["message"]
+
+
 def test_server_info_returns_the_resolved_options(server: Server) -> None:
     info = httpx.get(server.url + "/server_info").json()
     assert info["config"]["max_num_seqs"] == 8 and info["device"] == "cpu"

@@ -11,6 +11,7 @@ import pytest
 from serving import running, save_random
 
 from jackfield import EngineConfig
+from jackfield.entrypoints.http.options import ServerOptions
 
 BODY = {"prompt": [5, 6, 7, 8] * 25, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
 
@@ -22,7 +23,10 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         model=str(folder), device="cpu", dtype="float32", max_model_len=160,
         kv_compression="window", kv_compression_ratio=0.2,
     )  # fmt: skip
-    with running(config) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with (
+        running(config, ServerOptions(enable_admin=True)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
         yield client
 
 
@@ -44,12 +48,15 @@ def test_usage_has_the_tokens_that_are_left(client: httpx.Client) -> None:
             "engine": None, "ratio": {"ratio": 0.5}, "budget": {"budget": 30}, "off": "off",
         }.items()
     }  # fmt: skip
+    saved = {name: each and each.pop("saved_bytes") for name, each in details.items()}
     assert details == {
         "engine": {"kept_tokens": 22, "dropped_tokens": 80, "compactions": 1},
         "ratio": {"kept_tokens": 52, "dropped_tokens": 50, "compactions": 1},
         "budget": {"kept_tokens": 32, "dropped_tokens": 70, "compactions": 1},
         "off": None,
     }
+    # Of 7 blocks of 16 tokens, 5, 3 and 5 come back.
+    assert saved["engine"] * 3 == saved["ratio"] * 5 == saved["budget"] * 3 > 0
 
 
 def test_a_stream_has_them_in_its_last_chunk(client: httpx.Client) -> None:
@@ -80,6 +87,7 @@ def test_responses_and_messages_have_them_too(client: httpx.Client) -> None:
         prompt = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
         dropped = prompt + 2 - 22
         details = {"kept_tokens": 22, "dropped_tokens": dropped, "compactions": 1}
+        assert usage["kv_cache_details"].pop("saved_bytes") > 0
         assert usage["kv_cache_details"] == details and dropped > 0
         whole = client.post(route, json={**body, "kv_compression": "off"}).json()["usage"]
         assert "kv_cache_details" not in whole
@@ -98,7 +106,13 @@ def test_ollama_s_chat_has_them_too(client: httpx.Client) -> None:
     *_, last = (json.loads(line) for line in client.post("/api/chat", json=body).iter_lines())
     dropped = last["prompt_eval_count"] + 2 - 22
     details = {"kept_tokens": 22, "dropped_tokens": dropped, "compactions": 1}
+    assert last["kv_cache_details"].pop("saved_bytes") > 0
     assert last["kv_cache_details"] == details and dropped > 0
+
+
+def test_an_operator_compacts_what_runs(client: httpx.Client) -> None:
+    """A request that keeps its whole cache is not touched, and none runs afterwards."""
+    assert client.post("/compact_kv_cache").json() == {"requests": 0}
 
 
 def test_wrong_values_are_refused_by_name(client: httpx.Client) -> None:

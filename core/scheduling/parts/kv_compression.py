@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
@@ -38,6 +39,8 @@ class CompressionRule(msgspec.Struct, frozen=True):
     """Prompt tokens between compactions; 0: none within the prompt."""
     on_pressure: bool = False
     """Compact only when blocks run out."""
+    threshold: float = 1.0
+    """On pressure: share of blocks in use from which caches are compacted."""
 
     def kept_tokens(self, length: int) -> int:
         count = math.ceil(self.ratio * length) if self.budget is None else self.budget
@@ -92,8 +95,10 @@ class KVCompression(SchedulerPart):
     min_gain = 1
     """Fewest blocks freed by a compaction."""
 
-    def __init__(self, services: PartServices, rule: CompressionRule) -> None:
+    def __init__(self, services: PartServices, rule: CompressionRule, block_bytes: int = 0) -> None:
+        """block_bytes: of a block, for the books."""
         self._rule = rule
+        self._block_bytes = block_bytes
         self._kv = services.kv
         self._requests = services.requests
         self._stats = services.stats
@@ -109,6 +114,12 @@ class KVCompression(SchedulerPart):
         """Slot → request, compaction and freed blocks, in this plan."""
         self._counts: dict[Request, int] = {}
         """Unfinished request → compactions, including before preemption."""
+        self._gains: dict[Request, int] = {}
+        """Request that runs, or ends → blocks freed since it began to run."""
+        self._saved = self._missing = 0
+        """Of running requests: blocks that compactions freed, and tokens that they dropped."""
+        self._least_free = math.ceil((1 - rule.threshold) * services.kv.num_usable_blocks)
+        """Free blocks below which caches are compacted."""
         self._wanted = 0
         """Blocks that the first waiting request lacked in the last plan."""
         self._promised: int | None = None
@@ -116,15 +127,18 @@ class KVCompression(SchedulerPart):
         self._pause = 0
 
     @classmethod
-    def maker(cls, rule: CompressionRule) -> Callable[[PartServices], KVCompression]:
-        return lambda services: cls(services, rule)
+    def maker(
+        cls, rule: CompressionRule, block_bytes: int = 0
+    ) -> Callable[[PartServices], KVCompression]:
+        return lambda services: cls(services, rule, block_bytes)
 
     # ------------------------------------------------------------ plans
 
     def begin_plan(self, builder: PlanBuilder) -> None:
         self._promised = None
-        if self._wanted:
-            self._relieve_admission(self._requests.running.requests, self._wanted)
+        if self._wanted or self._kv.pool.num_free < self._least_free:
+            wanted = max(self._wanted, self._least_free)
+            self._relieve_early(self._requests.running.requests, wanted)
             self._wanted = 0
 
     def plan_part(self, step: int, builder: PlanBuilder) -> CompactionPlan | None:
@@ -133,8 +147,12 @@ class KVCompression(SchedulerPart):
         stats = self._stats
         for request, compaction, gain in self._planned.values():
             self._counts[request] = self._counts.get(request, 0) + 1
+            self._gains[request] = self._gains.get(request, 0) + gain
+            self._saved += gain
+            self._missing += compaction.num_tokens - compaction.kept
             stats.kv_compactions += 1
             stats.kv_blocks_returned += gain
+            stats.kv_bytes_returned += gain * self._block_bytes
             stats.kv_tokens_compacted += compaction.num_tokens
             stats.kv_tokens_dropped += compaction.num_tokens - compaction.kept
         compactions = tuple(compaction for _, compaction, _ in self._planned.values())
@@ -164,6 +182,7 @@ class KVCompression(SchedulerPart):
 
     def enter(self, request: Request, hits: PrefixHits) -> None:
         rule = self._rule.of(request.params.kv_compression)
+        self._gains.pop(request, None)
         if rule is None or rule.on_pressure:
             return
         self._entering = request
@@ -201,15 +220,41 @@ class KVCompression(SchedulerPart):
         return place - computed if computed < place < computed + count else count
 
     def leave(self, request: Request) -> None:
-        self._planned.pop(request.slot, None)
+        dropped = request.num_dropped_tokens
+        if (planned := self._planned.pop(request.slot, None)) is not None:
+            # Neither its gain nor what it drops was counted.
+            dropped -= planned[1].num_tokens - planned[1].kept
+        self._saved -= self._gains.get(request, 0)
+        self._missing -= dropped
         self._places.pop(request, None)
 
     def ended(self, request: Request) -> None:
-        count = self._counts.pop(request, 0)
+        count, gain = self._counts.pop(request, 0), self._gains.pop(request, 0)
         if request.compacted:
             request.compression_usage = KVCompressionUsage(
-                request.num_kv_tokens, request.num_dropped_tokens, count
+                request.num_kv_tokens, request.num_dropped_tokens, count, gain * self._block_bytes
             )
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        running = self._requests.running.requests
+        return {
+            "kv_bytes_saved": self._saved * self._block_bytes,
+            "kv_tokens_missing": self._missing,
+            "kv_tokens_computed": sum(request.num_computed_tokens for request in running),
+        }
+
+    def compact_all(self) -> int:
+        """Compact the caches of running requests at their next rows, where blocks come back. Return
+        how many are to be.
+        """
+        count = 0
+        for request in self._requests.running.requests:
+            rule = self._rule.of(request.params.kv_compression)
+            if rule is not None and self._gain(request, rule)[0] >= self.min_gain:
+                self._places[request] = request.look_at = 0
+                count += 1
+        return count
 
     def _most_tokens(self, request: Request, hits: PrefixHits) -> int:
         """Return the most tokens cached until all are computed; shared cached blocks may prevent
@@ -261,22 +306,32 @@ class KVCompression(SchedulerPart):
         if not self._rule.on_pressure:
             return False
         best: tuple[int, int, Request] | None = None
+        undecided: tuple[int, Request] | None = None
         for request in requests:
             rule = self._rule.of(request.params.kv_compression)
             decodes = request.num_tokens - request.num_computed_tokens == 1
             ends = request.num_tokens >= request.max_total_tokens
             if rule is None or not decodes or ends or not request.prompt_computed:
                 continue
-            if request.slot in self._planned or request.num_unverified_tokens:
+            if request.slot in self._planned:
                 continue
             gain, kept = self._gain(request, rule)
             if worth is not None and gain * worth < self._kv.num_held(request):
                 continue
-            if gain > 0 and (best is None or gain > best[0]):
+            if gain > 0 and request.num_unverified_tokens:
+                if undecided is None or gain > undecided[0]:
+                    undecided = gain, request
+            elif gain > 0 and (best is None or gain > best[0]):
                 best = gain, kept, request
-        return best is not None and self._compact(best[2], best[1], best[0])
+        if best is not None:
+            return self._compact(best[2], best[1], best[0])
+        if undecided is not None:
+            # Compacted at its next row, which waits until its drafts are decided.
+            _, request = undecided
+            self._places[request] = request.look_at = 0
+        return False
 
-    def _relieve_admission(self, requests: Iterable[Request], num_blocks: int) -> None:
+    def _relieve_early(self, requests: Iterable[Request], num_blocks: int) -> None:
         """Compact until `num_blocks` are free, before the plan's rows."""
         if self._pause:
             self._pause -= 1

@@ -277,6 +277,7 @@ class WorkerStart:
             attention_reason=chosen.reason,
             weight_bytes=weight_bytes + sum(map(_weight_bytes, models)),
             kv_cache_bytes=num_blocks * demand.block_bytes + held_bytes,
+            block_bytes=demand.block_bytes,
             load_seconds=load_seconds,
             num_stages=self.ranks.pipeline.size,
             steps_in_flight=self._steps_in_flight,

@@ -45,6 +45,8 @@ class KVCacheDetails(Struct):
     kept_tokens: int
     dropped_tokens: int
     compactions: int
+    saved_bytes: int
+    """Bytes, on each rank, of the blocks that compactions gave back."""
 
 
 class Usage(Struct, kw_only=True):

@@ -553,7 +553,10 @@ async def test_what_is_left_of_a_compacted_cache_is_reported(tmp_path: Path) -> 
     async with fronted(tmp_path, **options) as (_, (there,)):
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         output = await final(there.generate([5, 6, 7] * 40, params))
-        assert output.kv_compression == KVCompressionUsage(16 + 3, 120 - 16, 1)
+        left = output.kv_compression
+        assert left is not None and left.saved_bytes > 0
+        assert left == KVCompressionUsage(16 + 3, 120 - 16, 1, left.saved_bytes)
+        assert await there.compact_kv_cache() == 0
 
 
 async def test_a_front_end_knows_the_length_that_fits(tmp_path: Path) -> None:

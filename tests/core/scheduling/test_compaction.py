@@ -180,6 +180,25 @@ def test_what_the_next_token_sees_in_a_window_or_in_chunks_stays(groups):
     assert len(dropped) > 3
 
 
+@pytest.mark.parametrize("threshold", [1.0, 0.5])
+def test_a_share_of_used_blocks_starts_compactions(threshold):
+    """40 blocks, of which two requests come to use 27. Once more than 20 are, the cache from which
+    most come back is compacted before the next rows; cached blocks that none uses do not count."""
+    scheduler = compressing(num_blocks=41, ratio=0.5, on_pressure=True, threshold=threshold)
+    warm = make_request(200, max_tokens=1)
+    add(scheduler, warm)
+    drain(scheduler)
+    add(scheduler, make_request(160, max_tokens=60), make_request(130, max_tokens=60))
+    used = 0
+    while scheduler.has_work:
+        run(scheduler, scheduler.schedule())
+        used = max(used, scheduler.kv.num_used_blocks)
+        scheduler.check_invariants()
+    early = threshold < 1
+    assert used <= 22 if early else used > 24
+    assert bool(scheduler.stats.kv_compactions) == early and not scheduler.stats.num_preemptions
+
+
 def test_a_request_may_have_a_rule_of_its_own():
     params = ({"ratio": 0.25}, {"budget": 48}, "off", None)
     kept = []

@@ -77,7 +77,7 @@ class CompactingChunksMachine(PriorityMachine):
 
 
 class PressedWindowsMachine(SmallWindowsMachine):
-    kv_compression = CompressionRule(ratio=0.3, on_pressure=True)
+    kv_compression = CompressionRule(ratio=0.3, on_pressure=True, threshold=0.8)
 
 
 class InnerWindowsMachine(PriorityMachine):
@@ -103,7 +103,7 @@ class CompactingDraftsInWindowsMachine(WindowsMachine):
 
 class PressedDraftsMachine(PriorityMachine):
     num_drafts = 2
-    kv_compression = CompressionRule(ratio=0.3, on_pressure=True)
+    kv_compression = CompressionRule(ratio=0.3, on_pressure=True, threshold=0.6)
     num_blocks = 13
 
 

@@ -608,7 +608,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.num_looks % 3:
             return
         self.scheduler.check_invariants()
-        for request in self.scheduler.requests.running.requests:
+        running = self.scheduler.requests.running.requests
+        assert self.scheduler.stats.kv_tokens_missing == sum(r.num_dropped_tokens for r in running)
+        for request in running:
             for table, group in zip(request.tables, self.groups, strict=True):
                 most = group.most_blocks(request.num_computed_tokens, self.block_size, self.budget)
                 assert sum(map(bool, table)) <= most

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -347,13 +348,52 @@ async def test_a_response_says_what_is_left_of_the_cache(folder: Path) -> None:
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=OUTPUT)
         async for output in engine.generate(prompt(45), params):
             last = output
-        assert last.kv_compression == KVCompressionUsage(18 + OUTPUT - 1, 45 - 18, 1)
+        # 3 layers of 2 heads of 32 channels: keys and values of 4 tokens, in float32.
+        block_bytes = 3 * 2 * 2 * 32 * BLOCK * 4
+        saved = (12 - 5) * block_bytes
+        assert last.kv_compression == KVCompressionUsage(18 + OUTPUT - 1, 45 - 18, 1, saved)
+        assert engine.stats().kv_bytes_returned == saved
         async for output in engine.generate(prompt(5), params):
             last = output
         assert last.kv_compression is None
-    one, other = KVCompressionUsage(27, 27, 1), KVCompressionUsage(16, 40, 2)
-    assert KVCompressionUsage.total([one, None, other]) == KVCompressionUsage(43, 67, 3)
+    one, other = KVCompressionUsage(27, 27, 1, 8), KVCompressionUsage(16, 40, 2, 9)
+    assert KVCompressionUsage.total([one, None, other]) == KVCompressionUsage(43, 67, 3, 17)
     assert KVCompressionUsage.total([None]) is None
+
+
+async def test_books_say_what_is_saved_now(folder: Path) -> None:
+    """Of requests that run; a cache is compacted at a word, beside one that must not be."""
+    options = {"kv_compression": "key_norm", "kv_compression_on_pressure": True}
+    off: Any = "off"
+    async with AsyncEngine(config(folder, **options)) as engine:
+        jobs = [
+            asyncio.ensure_future(run(engine, prompt(40, n), max_tokens=50, **more))
+            for n, more in enumerate(({}, {"kv_compression": off}))
+        ]
+        while engine.stats().generation_tokens < 8:
+            await asyncio.sleep(0)
+        assert engine.stats().kv_compression_ratio == 1 and not engine.stats().kv_bytes_saved
+        assert await engine.compact_kv_cache() == 1
+        while not engine.stats().kv_compactions:
+            await asyncio.sleep(0)
+        stats = engine.stats()
+        engine.core.scheduler.check_invariants()
+        metrics = (await engine.render_metrics()).decode()
+        assert stats.kv_bytes_saved == stats.kv_bytes_returned > 0
+        assert stats.kv_tokens_missing == stats.kv_tokens_dropped
+        assert 80 < stats.kv_tokens_computed < 130
+        assert stats.kv_compression_ratio == 1 - stats.kv_tokens_missing / stats.kv_tokens_computed
+        name = 'model_name="' + str(folder) + '"'
+        assert f"jackfield:kv_saved_bytes{{{name}}} {float(stats.kv_bytes_saved)}" in metrics
+        assert f"jackfield:kv_returned_bytes_total{{{name}}}" in metrics
+        assert 0.6 < float(re.findall(r"kv_compression_ratio\{.*\} (.*)", metrics)[0]) < 0.9
+        await asyncio.gather(*jobs)
+        stats = engine.stats()
+        assert (stats.kv_bytes_saved, stats.kv_tokens_missing) == (0, 0)
+        assert stats.kv_bytes_returned > 0 and stats.kv_compression_ratio == 1
+    async with AsyncEngine(config(folder)) as engine:
+        with pytest.raises(InvalidRequest, match="compresses no caches"):
+            await engine.compact_kv_cache()
 
 
 async def test_under_pressure_nothing_is_preempted(folder: Path) -> None:
@@ -464,6 +504,9 @@ def test_rejected_drafts_leave_all_queries_of_a_ring() -> None:
           "kv_compression_on_pressure": True}, "kv_compression_prompt_interval: .*run out"),
         ({"kv_compression": "window", "kv_compression_prompt_interval": 8,
           "enable_chunked_prefill": False}, "kv_compression_prompt_interval: .*in one step"),
+        ({"kv_compression_threshold": 0.5}, "kv_compression_threshold: .*name one"),
+        ({"kv_compression": "window", "kv_compression_threshold": 0.5},
+         "kv_compression_threshold: .*set kv_compression_on_pressure"),
         ({"kv_compression": "window", "attention_backend": "bare"}, "reads no compacted cache"),
         ({"kv_compression": "window", "runner": "pooling"}, "kv_compression: .* is pooled"),
     ],
