@@ -19,8 +19,17 @@ from helpers import COMMON
 WORDS = "the a cat dog sat ran on mat fast slow red blue who what where is it in paris france"
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 VOCAB = 60
-FAMILIES = {"Bert": (0, 2), "Roberta": (1, 1), "XLMRoberta": (1, 1)}
+FAMILIES = {
+    "Bert": (0, 2), "Roberta": (1, 1), "XLMRoberta": (1, 1), "NomicBert": (0, 2), "Gte": (1, 1),
+    "ModernBert": (0, 0),
+}  # fmt: skip
 """Family → padding id, number of token types."""
+OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "ModernBert": {
+        "local_attention": 12, "num_hidden_layers": 4, "norm_bias": True, "cls_token_id": 2,
+        "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3, "classifier_bias": True,
+    },
+}  # fmt: skip
 
 
 def save_word_tokenizer(folder: Path, **facts: Any) -> tokenizers.Tokenizer:
@@ -53,6 +62,7 @@ def save_encoder(folder: Path, family: str, kind: str = "Model", **config: Any) 
             "pad_token_id": pad,
             "type_vocab_size": types,
             "initializer_range": 0.3,
+            **OWN_FIELDS.get(family, {}),
             **config,
         }
     )

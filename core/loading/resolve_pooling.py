@@ -102,6 +102,8 @@ def _pooling_config(
     except msgspec.ValidationError as error:
         raise ConfigError(f"pooler_config: {error}", param="pooler_config") from None
     own: PoolingType = getattr(model, "pooling_type", "LAST")
+    if hasattr(model, "pooling_type_of"):
+        own = model.pooling_type_of(hf)
     classifies = hasattr(model, "classify")
     per_token = classifies and bool(getattr(model, "classifies_tokens", False))
     embeds = not classifies or bool(getattr(model, "embeds", False))

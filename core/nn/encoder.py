@@ -11,7 +11,7 @@ from torch import nn
 from ..cache.groups import CachePart, SourceCache
 from ..protocols.attention import AttentionSpec
 from .context import BuildContext, EncodeContext, ForwardContext
-from .operations import HeadLayout, split_heads
+from .operations import HeadLayout, rotate, split_heads
 from .ragged import RaggedRows
 
 
@@ -28,14 +28,22 @@ class BidirectionalAttention(nn.Module):
         self.operations = build.operations
 
     def forward(
-        self, qkv: torch.Tensor, rows: RaggedRows, *, distance_bias: torch.Tensor | None = None
+        self,
+        qkv: torch.Tensor,
+        rows: RaggedRows,
+        *,
+        cos_sin: torch.Tensor | None = None,
+        distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[num_tokens, 3 * num_heads * head_dim] → [num_tokens, num_heads * head_dim]
 
-        distance_bias: as `Operations.bidirectional_attention` has it."""
-        heads = split_heads(qkv, self.layout)
+        cos_sin: what rotates queries and keys, [num_tokens, 1, rotary_dim]; distance_bias: as
+        `Operations.bidirectional_attention` has it."""
+        query, key, value = split_heads(qkv, self.layout)
+        if cos_sin is not None:
+            query, key = (rotate(part, cos_sin).to(qkv.dtype) for part in (query, key))
         more = {} if distance_bias is None else {"distance_bias": distance_bias}
-        out = self.operations.bidirectional_attention(*heads, rows, self.scale, **more)
+        out = self.operations.bidirectional_attention(query, key, value, rows, self.scale, **more)
         return out.flatten(1)
 
 

@@ -137,6 +137,11 @@ class PoolingModel(Protocol):
         """Return the maximum length of a prompt. Optional; without it, as in the configuration."""
 
     @classmethod
+    def pooling_type_of(cls, hf_config: Any) -> Literal["CLS", "LAST", "MEAN"]:
+        """Return the default where a configuration decides it. Optional; without it,
+        `pooling_type`."""
+
+    @classmethod
     def classifier_method(cls, hf_config: Any) -> str | None:
         """Return what `method` is in a configuration that makes a classifier from tokens
         (`classifier_from_token`) and does not state it: "from_2_way_softmax" or

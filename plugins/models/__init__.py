@@ -136,6 +136,11 @@ ARCHITECTURES = {
     "roberta": (
         "RobertaModel", "RobertaForSequenceClassification", "RobertaForTokenClassification",
     ),
+    "rotary_encoders": (
+        "GteModel", "GteForSequenceClassification", "GteForTokenClassification", "ModernBertModel",
+        "ModernBertForSequenceClassification", "ModernBertForTokenClassification", "NomicBertModel",
+        "NomicBertForSequenceClassification", "NomicBertForTokenClassification",
+    ),
     "smollm3": ("SmolLM3ForCausalLM",),
     "solar": ("SolarForCausalLM",),
     "starcoder2": ("Starcoder2ForCausalLM",),
@@ -171,6 +176,9 @@ SAME = {
         ("MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM"), "minimax:MiniMaxForCausalLM"
     ),
     "Gemma4UnifiedForCausalLM": "gemma4:Gemma4ForCausalLM",
+    "GteForMaskedLM": "rotary_encoders:GteModel",
+    "ModernBertForMaskedLM": "rotary_encoders:ModernBertModel",
+    "NomicBertForMaskedLM": "rotary_encoders:NomicBertModel",
     "GritLM": "mistral:MistralForCausalLM",
     "MPTForCausalLM": "mpt:MptForCausalLM",
     **dict.fromkeys(

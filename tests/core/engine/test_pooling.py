@@ -283,6 +283,33 @@ async def test_a_head_with_a_bias_is_left_out(
             close(output.outputs.data, F.normalize(reference_states(folder, prompt)[-1], dim=0))
 
 
+@pytest.mark.parametrize("family", ["NomicBert", "Gte"])
+async def test_encoders_are_read_by_transformers_names(family: str, tmp_path: Path) -> None:
+    """What it saves has the names that the authors published."""
+    folder = save_encoder(tmp_path, family)
+    model = getattr(transformers, f"{family}Model").from_pretrained(folder, dtype=torch.float32)
+    states = [reference_states(folder, prompt) for prompt in prompts()]
+    published = load_file(folder / "model.safetensors")
+    named = {f"{model.base_model_prefix}.{n}": t.clone() for n, t in model.state_dict().items()}
+    assert not named.keys() & published.keys()
+    save_file(named, folder / "model.safetensors")
+    async with AsyncEngine(config(folder)) as engine:
+        raw = PoolingParams(normalize=False)
+        for output, expected in zip(await encode_all(engine, prompts(), raw), states, strict=True):
+            close(output.outputs.data, expected[0])
+
+
+async def test_modernbert_is_classified_by_the_mean_where_it_says_so(tmp_path: Path) -> None:
+    folder = save_encoder(
+        tmp_path, "ModernBert", "ForSequenceClassification", num_labels=2,
+        classifier_pooling="mean",
+    )  # fmt: skip
+    async with AsyncEngine(config(folder)) as engine:
+        raw = await encode_all(engine, prompts(), PoolingParams(activation=False))
+    for prompt, output in zip(prompts(), raw, strict=True):
+        close(output.outputs.data, reference_logits(folder, prompt))
+
+
 async def test_two_texts_are_distinguished_by_their_types(tmp_path: Path) -> None:
     folder = save_encoder(tmp_path, "Bert", "ForSequenceClassification", num_labels=1)
     async with AsyncEngine(config(folder)) as engine:
