@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
-from .live.worker_jobs import ApplyWeights, StagingJob
+from .live.worker_jobs import ApplyWeights, ReleaseMemory, ReportMemory, StagingJob
 from .pooling_params import PooledRow, PoolingParams
 from .sampling_params import SamplingParams
 
@@ -301,6 +301,8 @@ WorkerJob: TypeAlias = (
     | DropAdapter
     | StagingJob
     | ApplyWeights
+    | ReleaseMemory
+    | ReportMemory
 )
 """What an engine asks of the worker apart from steps: see `Executor.ask`."""
 LASTING = (ReadAdapter, *get_args(StagingJob))

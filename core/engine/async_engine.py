@@ -20,6 +20,7 @@ from ..errors import EngineStopped, InvalidRequest
 from ..inputs import ChatMessage, Prompt
 from ..live.engine_jobs import (
     LEASE_SECONDS,
+    TAGS,
     AskLive,
     BeginUpdate,
     LiveJob,
@@ -27,6 +28,8 @@ from ..live.engine_jobs import (
     PauseMode,
     ResetPrefixCache,
     Resume,
+    Sleep,
+    WakeUp,
 )
 from ..live.weight_update import WeightUpdate
 from ..loading.model_config import ModelConfig
@@ -382,6 +385,23 @@ class AsyncEngine:
             else:
                 await update.put(weights)
             return await update.commit(version, recompute=recompute)
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> dict[str, Any]:
+        """Pause, and give the memory of weights and caches back; return what `Sleep` says.
+
+        level: 1 keeps the weights' numbers in host memory, 2 drops them. mode: what becomes of
+        requests, as in `pause_generation`.
+        """
+        return await self.ask_live(Sleep(level=level, mode=mode))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """Take the memory again, of "weights" or "kv_cache" alone if asked; once all is there,
+        requests run. Return what `WakeUp` says. Dropped weights are read again."""
+        return await self.ask_live(WakeUp(tags=TAGS if tags is None else tuple(tags)))
+
+    async def is_sleeping(self) -> bool:
+        """Return whether memory is given back, of weights or caches."""
+        return bool((await self.ask_live(AskLive()))["is_sleeping"])
 
     async def ask_live(self, job: LiveJob) -> dict[str, Any]:
         """Do a job on the living engine, and return what it says. Raises as it says."""

@@ -17,7 +17,7 @@ from ..adapters.registry import AdapterRegistry
 from ..cache.groups import sequence_blocks
 from ..config import EngineConfig
 from ..errors import EngineOverloaded, EngineStopped, InvalidRequest, JackfieldError, PluginError
-from ..live.engine_jobs import LiveJob
+from ..live.engine_jobs import LiveJob, ReadFiles
 from ..loading.generation_config import NO_DEFAULTS
 from ..loading.model_config import ModelConfig, resolve_model_config
 from ..lora_request import AdapterCard, AdapterJob
@@ -273,6 +273,7 @@ class EngineCore:
             balancing=self._balance_times(),
         )
         self.live = LiveControl(
+            ReadFiles(path=str(model_config.path), load_format=config.load_format),
             Quiesce(self.scheduler, self.steps, self.outputs),
             self.scheduler,
             self.executor,

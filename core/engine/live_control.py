@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
+import msgspec
+
 from ..errors import (
     ConfigError,
     Conflict,
@@ -25,6 +27,7 @@ from ..errors import (
 )
 from ..live.engine_jobs import (
     FIRST_VERSION,
+    TAGS,
     AskLive,
     BeginUpdate,
     CommitUpdate,
@@ -37,16 +40,21 @@ from ..live.engine_jobs import (
     PutTensors,
     ReadFiles,
     ReceiveTensors,
+    ReportMemoryUse,
     ResetPrefixCache,
     Resume,
     RollBack,
+    Sleep,
+    WakeUp,
     check_lease,
     check_mode,
+    check_tags,
     check_version,
 )
 from ..live.worker_jobs import (
     ApplyWeights,
     BeginWeights,
+    CheckRelease,
     DropWeights,
     FinishWeights,
     JoinSenders,
@@ -54,6 +62,9 @@ from ..live.worker_jobs import (
     PutWeights,
     ReadWeights,
     ReceiveWeights,
+    ReleaseMemory,
+    ReportMemory,
+    RestoreMemory,
     WeightCount,
 )
 from ..protocols.executors import Executor
@@ -61,6 +72,7 @@ from ..scheduling.parts.kv_transfer import KVTransfer
 from ..scheduling.scheduler import Scheduler
 from ..step import WorkerJob
 from .quiesce import Lease, Quiesce
+from .sleeping import SleepState
 
 logger = logging.getLogger("jackfield.engine")
 Answer = dict[str, Any]
@@ -71,6 +83,7 @@ class LiveControl:
 
     def __init__(
         self,
+        source: ReadFiles,
         quiesce: Quiesce,
         scheduler: Scheduler,
         executor: Executor,
@@ -78,8 +91,10 @@ class LiveControl:
         num_ranks: int,
         die: Callable[[Exception], None],
     ) -> None:
-        """die: ends the engine, whose ranks may have different weights."""
+        """source: what reads the weights of the start. die: ends the engine, whose ranks may have
+        different weights."""
         self.quiesce = quiesce
+        self._sleep = SleepState(source)
         self.version = FIRST_VERSION
         """Of the weights that serve."""
         self._scheduler, self._executor = scheduler, executor
@@ -87,6 +102,8 @@ class LiveControl:
         self._num_updates = 0
         self._update: str | None = None
         """Name of the update in progress."""
+        self._files: ReadFiles | None = None
+        """What has read the update in progress; None: it is sent."""
         self._prepared: WeightCount | None = None
         """Set once the update in progress is known to be whole."""
         self._lease = Lease(self._lease_ended)
@@ -108,6 +125,9 @@ class LiveControl:
             CommitUpdate: self._commit,
             RollBack: self._roll_back,
             NameWeights: self._name,
+            Sleep: self._fall_asleep,
+            WakeUp: self._wake_up,
+            ReportMemoryUse: self._report_memory,
         }
 
     async def do(self, job: LiveJob) -> Answer:
@@ -125,11 +145,13 @@ class LiveControl:
     async def _pause(self, job: Pause) -> Answer:
         check_mode(job.mode)
         check_lease(job.lease)
+        self._sleep.check_awake("paused otherwise")
         if not await self.quiesce.pause(job):
             raise Conflict("the pause was ended, or another one began, before the engine was idle")
         return await self._ask(AskLive())
 
     async def _resume(self, _: Resume) -> Answer:
+        self._sleep.check_awake("resumed")
         self.quiesce.resume()
         return await self._ask(AskLive())
 
@@ -142,9 +164,12 @@ class LiveControl:
             "updating": self._update is not None,
             "num_requests": self._scheduler.num_running + self._scheduler.num_waiting,
             "world_size": self._num_ranks,
+            "is_sleeping": bool(self._sleep.asleep),
+            "asleep": sorted(self._sleep.asleep),
         }
 
     async def _reset_prefix_cache(self, job: ResetPrefixCache) -> Answer:
+        self._sleep.check_awake("reset")
         if job.reset_running_requests:
             async with self.quiesce.at_rest():
                 self._scheduler.restart_running()
@@ -155,6 +180,8 @@ class LiveControl:
 
     async def _begin(self, job: BeginUpdate) -> Answer:
         check_lease(job.lease)
+        if "weights" in self._sleep.asleep:
+            raise Conflict("the weights are asleep: wake them first (tags: weights)")
         if self._update is not None:
             raise Conflict("a weight update is in progress: commit it or roll it back first")
         name = self._update = uuid.uuid4().hex
@@ -164,7 +191,9 @@ class LiveControl:
         return {"update": name}
 
     async def _read(self, job: ReadFiles) -> Answer:
-        return await self._of_update(job.update, ReadWeights(job.path, job.load_format))
+        answer = await self._of_update(job.update, ReadWeights(job.path, job.load_format))
+        self._files = job
+        return answer
 
     async def _put(self, job: PutTensors) -> Answer:
         return await self._of_update(job.update, PutWeights(job.parts, job.data))
@@ -230,6 +259,7 @@ class LiveControl:
                 own = "" if job.version is not None else uuid.uuid4().hex
                 self._scheduler.change_weights(version, f"{self._num_updates}:{version}:{own}")
                 self.version = version
+            self._sleep.take_weights(self._files)
             self._forget()
         logger.info("weights: version %s, %.1f MB a rank", shown(version), count.nbytes / 1e6)
         return {
@@ -261,6 +291,69 @@ class LiveControl:
             self._scheduler.name_weights(job.version)
             self.version = job.version
         return {"weights_version": self.version}
+
+    # ------------------------------------------------------------ sleep
+
+    async def _fall_asleep(self, job: Sleep) -> Answer:
+        check_mode(job.mode)
+        check_tags(job.tags)
+        if job.level not in (1, 2):
+            raise InvalidRequest(f"level: must be 1 or 2, got {job.level}", param="level")
+        self._sleep.check_awake("put to sleep again")
+        if self._update is not None:
+            raise Conflict("a weight update is in progress: commit it or roll it back first")
+        keep = job.level == 1
+        async with self._one:
+            await self._answer(CheckRelease(job.tags, keep))
+            was_paused = self.quiesce.mode is not None
+            if not await self.quiesce.pause(Pause(mode=job.mode, lease=None)):
+                raise Conflict("the pause for the sleep was ended before the engine was idle")
+            async with self.quiesce.at_rest():
+                self._scheduler.restart_running()
+                if not self._scheduler.reset_prefix_cache():
+                    if not was_paused:
+                        self.quiesce.resume()
+                    raise Conflict("a KV connector moves blocks of the cache; try again later")
+                self._sleep.begin(job.tags, stays_paused=was_paused, keeps=keep)
+                freed = await self._answer(ReleaseMemory(job.tags, keep))
+        return await self._with_memory({"freed_bytes": freed})
+
+    async def _wake_up(self, job: WakeUp) -> Answer:
+        check_tags(job.tags)
+        state = self._sleep
+        async with self._one:
+            tags = tuple(tag for tag in TAGS if tag in state.asleep and tag in job.tags)
+            if set(tags) == state.asleep:
+                state.check_source()
+            for tag in tags:
+                state.lacks_weights |= await self._answer(RestoreMemory((tag,)))
+                state.asleep.discard(tag)
+            reads = not state.asleep and state.lacks_weights
+        if reads:
+            await self._read_again()
+        if not state.asleep and state.began:
+            state.began = False
+            if not state.stays_paused:
+                self.quiesce.resume()
+        return await self._with_memory({})
+
+    async def _read_again(self) -> None:
+        """Read the weights that serve from where they came from."""
+        version = self.version
+        name = (await self._begin(BeginUpdate()))["update"]
+        assert self._sleep.source is not None, "`check_source` refuses others"
+        await self._read(msgspec.structs.replace(self._sleep.source, update=name))
+        await self._commit(CommitUpdate(update=name, version=version))
+
+    async def _report_memory(self, _: ReportMemoryUse) -> Answer:
+        memory = await self._answer(ReportMemory())
+        return {"memory": [msgspec.to_builtins(each) for each in memory]}
+
+    async def _with_memory(self, answer: Answer) -> Answer:
+        state = await self._ask(AskLive())
+        return {**state, **answer, **await self._report_memory(ReportMemoryUse())}
+
+    # ------------------------------------------------------------ what all need
 
     def _check(self, name: str) -> None:
         """Raise NotFound unless an update is in progress."""
@@ -306,7 +399,7 @@ class LiveControl:
             logger.warning("a weight update was given up, and its memory not freed: %s", error)
 
     def _forget(self) -> None:
-        self._update = self._prepared = None
+        self._update = self._prepared = self._files = None
         self._lease.stop()
 
     def _lease_ended(self) -> None:

@@ -16,6 +16,8 @@ PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
 LEASE_SECONDS = 600.0
 """How long a pause or an update lasts without a call about it, unless its caller says."""
+TAGS = ("weights", "kv_cache")
+"""What an engine can sleep without."""
 FIRST_VERSION = "default"
 """Version of the weights that an engine starts with."""
 MAX_VERSION_LENGTH = 256
@@ -46,7 +48,7 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, tag="resume"):
 class AskLive(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
     """→ is_paused, mode (None: not paused), lease (seconds left, or None), weights_version,
     updating (whether an update is in progress), num_requests (running or waiting), world_size
-    (ranks)"""
+    (ranks), is_sleeping, asleep (the tags)"""
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag="reset_prefix_cache"):
@@ -153,6 +155,37 @@ class NameWeights(msgspec.Struct, frozen=True, kw_only=True, tag="name_weights")
     version: str
 
 
+class Sleep(msgspec.Struct, frozen=True, kw_only=True, tag="sleep"):
+    """Pause, without a lease, and give memory back. → as `AskLive`, freed_bytes, memory (of rank 0:
+    owner, nbytes, where)
+
+    Raises Conflict while asleep, while an update is in progress, or while a KV connector moves
+    blocks, and InvalidRequest if nothing could be freed; then the engine serves on.
+    """
+
+    level: int = 1
+    """1: the weights' numbers are kept in host memory, so that a CPU's weights stay where they are.
+    2: they are dropped, and read again, or sent."""
+    mode: PauseMode = "abort"
+    """What becomes of requests, as in `Pause`; those that are kept are computed again."""
+    tags: tuple[str, ...] = TAGS
+
+
+class WakeUp(msgspec.Struct, frozen=True, kw_only=True, tag="wake_up"):
+    """Take memory again; once all is there, requests run. → as `Sleep`
+
+    Weights that were dropped are read from where they came from, unless an update has brought
+    others since their memory is there. Raises OutOfMemory, and Conflict for weights that were sent;
+    both leave the engine asleep.
+    """
+
+    tags: tuple[str, ...] = TAGS
+
+
+class ReportMemoryUse(msgspec.Struct, frozen=True, kw_only=True, tag="memory"):
+    """→ memory (of rank 0: owner, nbytes, where)"""
+
+
 LiveJob: TypeAlias = (
     Pause
     | Resume
@@ -168,6 +201,9 @@ LiveJob: TypeAlias = (
     | CommitUpdate
     | RollBack
     | NameWeights
+    | Sleep
+    | WakeUp
+    | ReportMemoryUse
 )
 
 
@@ -182,6 +218,14 @@ def check_mode(mode: object) -> PauseMode:
         if mode == each:
             return each
     raise InvalidRequest(f"mode: must be abort, wait or keep, got {shown(mode)}", param="mode")
+
+
+def check_tags(tags: tuple[str, ...]) -> None:
+    """Raise InvalidRequest for unknown tags, or none."""
+    unknown = [tag for tag in tags if tag not in TAGS]
+    if unknown or not tags:
+        got = shown(unknown[0]) if unknown else "none"
+        raise InvalidRequest(f"tags: must be of {' and '.join(TAGS)}, got {got}", param="tags")
 
 
 def check_lease(lease: float | None) -> None:

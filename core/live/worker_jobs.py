@@ -111,6 +111,52 @@ class ApplyWeights(msgspec.Struct, frozen=True, tag="apply_weights"):
     """
 
 
+class CheckRelease(msgspec.Struct, frozen=True, tag="check_release"):
+    """Check that `ReleaseMemory` would free something. → None
+
+    Raises InvalidRequest.
+    """
+
+    owners: tuple[str, ...]
+    keep: bool
+
+
+class ReleaseMemory(msgspec.Struct, frozen=True, tag="release_memory"):
+    """Give memory back to the system. → bytes
+
+    Asked while no step is in flight.
+    """
+
+    owners: tuple[str, ...]
+    """"weights", "kv_cache": what caches hold is lost."""
+    keep: bool
+    """Keep the weights' numbers in host memory."""
+
+
+class RestoreMemory(msgspec.Struct, frozen=True, tag="restore_memory"):
+    """Take memory again that was given back. → whether the weights need their numbers
+
+    Raises OutOfMemory, which may be tried again.
+    """
+
+    owners: tuple[str, ...]
+
+
+class ReportMemory(msgspec.Struct, frozen=True, tag="report_memory"):
+    """→ a list of `Memory`: who has how much"""
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Memory of one owner, on one rank."""
+
+    owner: str
+    """weights, kv_cache, weights_copy (in host memory); allocator: what torch holds, all of these
+    and steps' own; device_used: by all programs; process: of this one on its host."""
+    nbytes: int
+    where: str
+    """A device; "host"; or "released"."""
+
+
 class WeightCount(msgspec.Struct, frozen=True):
     """How much an update has brought, on one rank."""
 
@@ -129,6 +175,8 @@ StagingJob: TypeAlias = (
     | ReceiveWeights
     | DropWeights
     | FinishWeights
+    | CheckRelease
+    | RestoreMemory
 )
 """Jobs that change nothing that serves, and may fail on some ranks alone: their answer is a
 future."""

@@ -13,6 +13,7 @@ from ..errors import InvalidRequest, LoadError
 from ..live.worker_jobs import (
     ApplyWeights,
     BeginWeights,
+    CheckRelease,
     DropWeights,
     FinishWeights,
     JoinSenders,
@@ -20,6 +21,7 @@ from ..live.worker_jobs import (
     PutWeights,
     ReadWeights,
     ReceiveWeights,
+    RestoreMemory,
     StagingJob,
     WeightCount,
 )
@@ -30,6 +32,7 @@ from ..nn.operations import Operations
 from ..parallel.ranks import Ranks
 from ..registry import Plugins
 from .kv_cache.memory import explain_oom
+from .memory_release import MemoryRelease
 from .weight_senders import WeightSenders
 
 T = TypeVar("T")
@@ -48,11 +51,12 @@ class WeightUpdates:
         model: nn.Module,
         operations: Operations,
         serving: ModelTensors,
+        memory: MemoryRelease,
     ) -> None:
-        """model: the one that serves; serving: its tensors, as it was built."""
+        """model: the one that serves; serving: its tensors, as it was built; memory: its own."""
         self._config, self._model_config, self._plugins = config, model_config, plugins
         self._ranks, self._device, self._operations = ranks, device, operations
-        self._model, self._serving = model, serving
+        self._model, self._serving, self.memory = model, serving, memory
         self._second: SecondModel | None = None
         stage = ranks.pipeline.size - 1 - ranks.pipeline.stage
         rank = stage * ranks.tensor.size + ranks.tensor.rank
@@ -62,15 +66,25 @@ class WeightUpdates:
 
     def stage(self, job: StagingJob) -> Future[Any]:
         """Do a job that changes nothing that serves."""
-        if isinstance(job, FinishWeights):
-            # Here: what models derive may take all ranks, which steps must not use meanwhile.
-            done: Future[Any] = Future()
-            try:
-                done.set_result(self._finish())
-            except BaseException as error:
-                done.set_exception(error)
-            return done
-        return self._thread.submit(self._stage, job)
+        if not isinstance(job, FinishWeights | CheckRelease | RestoreMemory):
+            return self._thread.submit(self._stage, job)
+        # Here: what models derive may take all ranks, which steps must not use meanwhile.
+        done: Future[Any] = Future()
+        try:
+            done.set_result(self._at_rest(job))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+    def _at_rest(self, job: FinishWeights | CheckRelease | RestoreMemory) -> Any:
+        match job:
+            case FinishWeights():
+                return self._finish()
+            case CheckRelease():
+                return self.memory.check(job.owners, keep=job.keep)
+            case RestoreMemory():
+                with _explained("taking memory again"), torch.inference_mode():
+                    return self.memory.restore(job.owners)
 
     @torch.inference_mode()
     def _stage(self, job: StagingJob) -> None:
@@ -129,6 +143,7 @@ class WeightUpdates:
         """Copy the second model into the serving one, and forget it."""
         second, self._second = self._staged(), None
         second.apply()
+        self.memory.forget_copies()
 
     def close(self) -> None:
         """Leave the groups, and end the thread."""

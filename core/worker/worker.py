@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..config import EngineConfig
-from ..live.worker_jobs import ApplyWeights, StagingJob
+from ..live.worker_jobs import ApplyWeights, ReleaseMemory, ReportMemory, StagingJob
 from ..loading.model_config import ModelConfig
 from ..nn.attention import Attention
 from ..parallel.join import rank_device
@@ -41,6 +41,7 @@ from .kv_cache.layout import model_fingerprint
 from .kv_cache.memory import explain_oom
 from .kv_cache.scales import finding_scales
 from .launched_step import LaunchedStep
+from .memory_release import MemoryRelease
 from .parts.adapters import Adapters
 from .parts.part import WorkerPart
 from .pooling_runner import PoolingRunner
@@ -115,6 +116,10 @@ class Worker:
         self._weights = WeightUpdates(
             self.config, self.model_config, self.plugins, self.ranks, self.device,
             started.runner.model, started.operations, started.tensors,
+            MemoryRelease(
+                started.tensors, started.caches, self.device,
+                has_addresses=started.graphs is not None,
+            ),
         )  # fmt: skip
         if self.config.enable_eplb:
             with torch.inference_mode():
@@ -186,6 +191,10 @@ class Worker:
             return self._updates().stage(job)
         if isinstance(job, ApplyWeights):
             return self._apply_weights(job)
+        if isinstance(job, ReleaseMemory):
+            return self._release_memory(job)
+        if isinstance(job, ReportMemory):
+            return self._updates().memory.report()
         if isinstance(job, BalanceExperts) and self._experts is not None:
             return self._balance_experts(job, self._experts)
         if isinstance(job, StartProfile):
@@ -205,6 +214,12 @@ class Worker:
     def _updates(self) -> WeightUpdates:
         assert self._weights is not None, "start() comes first"
         return self._weights
+
+    @torch.inference_mode()
+    def _release_memory(self, job: ReleaseMemory) -> int:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self._updates().memory.release(job.owners, keep=job.keep)
 
     def _apply_weights(self, job: ApplyWeights) -> None:
         assert self.runner is not None, "start() comes first"

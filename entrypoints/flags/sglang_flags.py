@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 
 from .foreign_options import ANY, Option, Refused, Unneeded
+from .vllm_flags import SLEEPS
 from .vllm_values import chosen, fixed, part_of, renamed, synonyms
 
 
@@ -63,6 +64,7 @@ _NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--moe-runner-backend": (1, "kernels are chosen by shape and device"),
     "--sampling-backend": (1, "kernels are chosen by shape and device"),
     "--schedule-conservativeness": (1, "a preempted request is computed again"),
+    "--enable-memory-saver": (0, SLEEPS),
     "--show-time-cost": (0, "GET /metrics has the times of requests"),
     "--skip-server-warmup": (0, "the server is ready when its kernels are compiled"),
 }  # fmt: skip
@@ -71,7 +73,6 @@ _MISSING: dict[str, str] = {
     "--disaggregation-mode": "prompts are computed where outputs are; see --kv-transfer-config",
     "--dist-init-addr": "several hosts are those of a Ray cluster (--executor ray)",
     "--enable-dp-attention": "see --data-parallel-size and --enable-expert-parallel",
-    "--enable-memory-saver": "an engine does not sleep yet; stop and start it",
     "--enable-multimodal": "models that see or hear are not supported yet",
     "--max-total-tokens": "see --num-gpu-blocks-override",
     "--page-size": "see --block-size",

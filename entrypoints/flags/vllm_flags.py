@@ -11,8 +11,9 @@ from .foreign_options import ANY, Option
 from .vllm_values import chosen, fixed, part_of, renamed, synonyms
 
 _STEPS = "two steps are always in flight"
+SLEEPS = "POST /sleep of --enable-admin needs no option; on a GPU it needs --enforce-eager"
 _LOADS = "loading shows a bar on terminals"
-_ALLOCATOR = "an engine does not sleep, so memory comes from torch's allocator"
+_ALLOCATOR = "memory comes from torch's allocator"
 _COHERE = "Cohere's own routes and templates are not served; the checkpoint's template is used"
 _GRAPHS = "a graph is recorded for a number of rows when it is needed"
 _HEADERS = "headers are bounded already; docs/reference/limits.md has the numbers"
@@ -27,6 +28,7 @@ _WARMED = "kernels are compiled before the server is ready"
 NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--async-scheduling": (0, _STEPS),
     "--no-async-scheduling": (0, _STEPS),
+    "--enable-sleep-mode": (0, SLEEPS),
     "--code-revision": (1, "a checkpoint's code is never run"),
     "--collect-detailed-traces": (1, "a trace always has a span for each phase of a request"),
     "--max-seq-len-to-capture": (1, "graphs hold sequences of any length"),
@@ -42,6 +44,10 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--fully-sharded-loras": (0, "each rank keeps what its part of the layers needs"),
     "--lora-extra-vocab-size": (1, "an adapter that adds tokens is refused by name"),
     "--prefix-caching-hash-algo": (1, "blocks are always found by a hash that cannot be forged"),
+    "--weight-transfer-config": (
+        1,
+        "see POST /init_weight_transfer_engine",
+    ),
     "--specialize-active-lora": (0, "kernels do the work of the adapters that a step has"),
     "--swap-space": (1, "preempted requests are computed again"),
     "--use-tqdm-on-load": (0, _LOADS),
@@ -158,7 +164,6 @@ MISSING: dict[str, str] = {
     "--expert-placement-strategy": "ranks hold neighbours; --enable-eplb moves experts by load",
     "--cpu-offload-gb": "weights stay on the device; see --quantization",
     "--download-dir": "set the variable HF_HUB_CACHE",
-    "--enable-sleep-mode": "an engine does not sleep yet; stop and start it",
     "--hf-token": "set the variable HF_TOKEN",
     "--kv-events-config": "KV events are not published yet",
     "--middleware": "a plugin adds routes and middleware: register_routes",
@@ -205,7 +210,7 @@ MISSING: dict[str, str] = {
     "--mamba-cache-philox-rounds": "states are rounded to the nearest value",
     "--enable-mfu-metrics": "see `jackfield bench`, which compares with the device's bounds",
     "--enable-mm-embeds": _PICTURES,
-    "--enable-nccl-comm-suspend": "an engine does not sleep yet; stop and start it",
+    "--enable-nccl-comm-suspend": "connections between ranks last while an engine sleeps",
     "--enable-per-request-metrics": "responses have no metrics; GET /metrics has them in all",
     "--enable-prompt-embeds": "prompts are texts or token ids",
     "--enable-return-routed-experts": _AUXILIARY,
@@ -263,7 +268,7 @@ MISSING: dict[str, str] = {
     "--rope-theta": "see --hf-overrides.rope_theta",
     **dict.fromkeys(
         ("--sleep-mode-backend", "--sleep-mode-offload-cudagraph",
-         "--sleep-preserve-parameter-names"), "an engine does not sleep yet; stop and start it",
+         "--sleep-preserve-parameter-names"), "see POST /sleep of --enable-admin",
     ),
     "--tokens-only": "send token ids as prompt; see --skip-tokenizer-init",
     "--tool-server": "tools run at the client; the server names their calls",
@@ -271,7 +276,6 @@ MISSING: dict[str, str] = {
     "--use-fp64-gumbel": "samples are drawn from float32",
     "--watchdog-config": "see --rank-timeout",
     "--watermark-config": "a plugin marks samples: --logits-processors",
-    "--weight-transfer-config": "weights are loaded at a start",
     "--worker-cls": "see --executor, which takes a plugin's",
     "--worker-extension-cls": "see --executor, which takes a plugin's",
 }  # fmt: skip

@@ -18,6 +18,7 @@ from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import Forbidden, InvalidRequest, JackfieldError, shown
 from ...core.live.engine_jobs import (
     LEASE_SECONDS,
+    TAGS,
     AskLive,
     BeginUpdate,
     CommitUpdate,
@@ -29,9 +30,12 @@ from ...core.live.engine_jobs import (
     PutTensors,
     ReadFiles,
     ReceiveTensors,
+    ReportMemoryUse,
     ResetPrefixCache,
     Resume,
     RollBack,
+    Sleep,
+    WakeUp,
     check_mode,
 )
 from ...core.live.safetensors_bytes import read_header
@@ -142,6 +146,11 @@ class FromGroup(msgspec.Struct):
     """As in `FromDisk`."""
 
 
+class MemoryTags(msgspec.Struct):
+    tags: tuple[str, ...] | None = None
+    """weights, kv_cache; null: both."""
+
+
 class EndUpdate(msgspec.Struct):
     weight_version: str | None = None
     abort_all_requests: bool = False
@@ -165,6 +174,10 @@ def add_live_routes(app: web.Application) -> None:
         ("/finish_weight_update", finish_weight_update),
         ("/abort_weight_update", abort_weight_update),
         ("/update_weight_version", update_weight_version),
+        ("/sleep", sleep),
+        ("/wake_up", wake_up),
+        ("/release_memory_occupation", release_memory_occupation),
+        ("/resume_memory_occupation", resume_memory_occupation),
         ("/pause_generation", pause_generation),
         ("/continue_generation", continue_generation),
         ("/flush_cache", flush_cache),
@@ -180,6 +193,8 @@ def add_live_routes(app: web.Application) -> None:
         ("/is_paused", is_paused),
         ("/weight_info", weight_info),
         ("/get_world_size", get_world_size),
+        ("/is_sleeping", is_sleeping),
+        ("/memory_report", memory_report),
     ):
         app.router.add_get(path, _for_managers(handler), allow_head=False)
 
@@ -329,6 +344,45 @@ async def update_weight_version(request: web.Request) -> web.Response:
     return reply({"success": True, "new_version": version})
 
 
+@documented("admin", response=dict[str, Any], errors=(400, 403, 409))
+async def sleep(request: web.Request) -> web.Response:
+    """POST /sleep: pause the engine, and give the memory of weights and caches back.
+
+    `?level=1` keeps the weights' numbers in host memory, `2` drops them; `mode` as of `/pause`;
+    `tags=weights`, `tags=kv_cache`: of these alone.
+    """
+    query = request.query
+    level = query.get("level", "1")
+    if level not in ("1", "2"):
+        raise InvalidRequest(f"level: must be 1 or 2, got {shown(level)}", param="level")
+    mode = check_mode(query.get("mode", "abort"))
+    answer = await _ask(request, Sleep(level=int(level), mode=mode, tags=_tags(query)))
+    return reply({"status": "sleeping", "level": int(level), **answer})
+
+
+@documented("admin", response=dict[str, Any], errors=(400, 403, 409))
+async def wake_up(request: web.Request) -> web.Response:
+    """POST /wake_up: take the memory again; once all is there, requests run.
+
+    `?tags=weights&tags=kv_cache`: of these alone.
+    """
+    answer = await _ask(request, WakeUp(tags=_tags(request.query)))
+    status = "sleeping" if answer["is_sleeping"] else "awake"
+    return reply({"status": status, "tags": list(_tags(request.query)), **answer})
+
+
+@documented("admin", response=dict[str, bool], errors=(403,))
+async def is_sleeping(request: web.Request) -> web.Response:
+    """Whether memory of weights or caches is given back."""
+    return reply({"is_sleeping": (await _ask(request, AskLive()))["is_sleeping"]})
+
+
+@documented("admin", response=dict[str, Any], errors=(403,))
+async def memory_report(request: web.Request) -> web.Response:
+    """Who has how much memory, on the first rank."""
+    return reply(await _ask(request, ReportMemoryUse()))
+
+
 # ---------------------------------------------------------------- SGLang's
 
 
@@ -351,6 +405,26 @@ async def pause_generation(request: web.Request) -> web.Response:
 async def continue_generation(request: web.Request) -> web.Response:
     """End a pause; harmless without one."""
     return _state("ok", await _ask(request, Resume()))
+
+
+@documented("admin", request=MemoryTags, response=dict[str, Any], errors=(403, 409))
+async def release_memory_occupation(request: web.Request) -> web.Response:
+    """Give memory back, of weights or caches; weights are read again, or sent."""
+    tags = await _memory_tags(request)
+    return reply(await _ask(request, Sleep(level=2, tags=tags)))
+
+
+@documented("admin", request=MemoryTags, response=dict[str, Any], errors=(403, 409))
+async def resume_memory_occupation(request: web.Request) -> web.Response:
+    """Take memory again, of weights or caches."""
+    return reply(await _ask(request, WakeUp(tags=await _memory_tags(request))))
+
+
+async def _memory_tags(request: web.Request) -> tuple[str, ...]:
+    tags: tuple[str, ...] = TAGS
+    if request.can_read_body:
+        tags = (await decode_body(request, MemoryTags)).tags or TAGS
+    return tags
 
 
 @documented("admin", response=str, content_type="text/plain", errors=(400, 403))
@@ -502,6 +576,10 @@ def _flag(query: Any, name: str, *, default: bool) -> bool:
     if text.lower() not in ("true", "false", "1", "0"):
         raise InvalidRequest(f"{name}: must be true or false, got {shown(text)}", param=name)
     return text.lower() in ("true", "1")
+
+
+def _tags(query: Any) -> tuple[str, ...]:
+    return tuple(query.getall("tags", TAGS))
 
 
 def _lease(query: Any) -> float | None:

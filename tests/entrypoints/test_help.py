@@ -51,8 +51,8 @@ def output(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
          "argument --tensor-parallel-size: must be a whole number, got 'x'"),
         (["serve", "--device", "gpu"], "argument --device: invalid choice: 'gpu' (choose from "
          "'auto', 'cuda', 'cpu')"),
-        (["serve", "--enable-sleep-mode"], "--enable-sleep-mode: an engine does not sleep yet; "
-         "stop and start it"),
+        (["serve", "--enable-scale-out"], "--enable-scale-out: prompts are rendered and computed "
+         "by one server"),
         (["chat", "--mesage", "hi"],
          "unrecognized argument: --mesage; did you mean --message?"),
         (["keys", "new", "ann", "--fiel", "x"],
@@ -225,7 +225,7 @@ def test_groups_are_those_of_the_engine_s_options(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("--enable-sleep-mode", "does not sleep"),
+        ("--enable-scale-out", "rendered and computed by one server"),
         ("swap-space", "has no effect: preempted requests"),
     ],
 )

@@ -25,11 +25,12 @@ POSTS = (
     "/pause", "/resume", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine",
     "/start_weight_update", "/update_weights", "/finish_weight_update", "/abort_weight_update",
     "/update_weight_version", "/pause_generation", "/continue_generation", "/flush_cache",
+    "/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation",
     "/begin_weight_update", "/end_weight_update", "/update_weights_from_disk",
     "/init_weights_update_group", "/destroy_weights_update_group",
     "/update_weights_from_distributed",
 )  # fmt: skip
-GETS = ("/is_paused", "/weight_info", "/get_world_size")
+GETS = ("/is_paused", "/weight_info", "/get_world_size", "/is_sleeping", "/memory_report")
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +185,25 @@ def test_new_requests_are_told_when_to_come_again(server: Server) -> None:
     for query, field in (("mode=soft", "mode"), ("lease=x", "lease"), ("clear_cache=y", "clear")):
         refused = httpx.post(f"{server.url}/pause?{query}")
         assert refused.status_code == 400 and field in refused.json()["error"]["message"]
+
+
+def test_a_server_sleeps_and_wakes(server: Server) -> None:
+    want = said(server)
+    answer = post(server, "/sleep", params={"level": 2})
+    assert answer["status"] == "sleeping" and answer["freed_bytes"] > 0
+    assert get(server, "/is_sleeping") == {"is_sleeping": True}
+    refused = httpx.post(server.url + "/v1/completions", json=COMPLETION)
+    assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
+    assert httpx.post(server.url + "/resume").status_code == 409
+    assert post(server, "/wake_up", params={"tags": "weights"})["status"] == "sleeping"
+    assert post(server, "/wake_up", params={"tags": ["kv_cache"]})["status"] == "awake"
+    assert said(server) == want
+    assert post(server, "/release_memory_occupation", {"tags": ["kv_cache"]})["is_sleeping"]
+    assert not post(server, "/resume_memory_occupation", {})["is_sleeping"]
+    assert said(server) == want
+    assert {each["owner"] for each in get(server, "/memory_report")["memory"]} >= {"weights"}
+    for query in ("level=3", "tags=graphs", "level=1&tags=weights"):
+        assert httpx.post(f"{server.url}/sleep?{query}").status_code == 400, query
 
 
 def test_the_cache_is_flushed_unless_in_use(server: Server) -> None:

@@ -229,9 +229,9 @@ def test_a_value_that_nothing_is_equal_to_is_refused(
 
 def test_in_a_file_too(tmp_path: Path) -> None:
     parser, file = make_parser(), tmp_path / "flags.yaml"
-    file.write_text("enable_sleep_mode: true\n")
+    file.write_text("enable_scale_out: true\n")
     args = parser.parse_args(["--config", str(file)])
-    with pytest.raises(ConfigError, match="enable_sleep_mode: an engine does not sleep"):
+    with pytest.raises(ConfigError, match="enable_scale_out: prompts are rendered"):
         with_config(parser, [], args)
     file.write_text(
         "swap-space: 4\nenable-reasoning: true\ncompilation_config: {level: 3}\nnnodes: 1\n"
@@ -329,10 +329,10 @@ def test_explain_prints_what_a_command_line_becomes(
 
 
 def test_explain_names_each_refusal(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--explain", "--enable-sleep-mode", "--max-num-seqs", "many", "--bogus", "--port", "1"]
+    argv = ["--explain", "--enable-scale-out", "--max-num-seqs", "many", "--bogus", "--port", "1"]
     assert main(["serve", *argv]) == 2
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("--enable-sleep-mode: refused: an engine does not sleep")
+    assert lines[0].startswith("--enable-scale-out: refused: prompts are rendered")
     assert lines[1].startswith("--max-num-seqs many: refused: ")
     assert lines[2] == "--bogus: unknown"
     assert lines[3] == "--port 1: the same"

@@ -63,6 +63,8 @@ class StartedWorker:
     warmup: Warmup
     tensors: ModelTensors
     """The model's, as it was built."""
+    caches: Sequence[Mapping[str, torch.Tensor]] = ()
+    """[layers that share no memory], parts by name."""
     graphs: StepGraphs | None = None
     """None: not recorded."""
     unscaled: list[Attention] = field(default_factory=list)
@@ -287,7 +289,9 @@ class WorkerStart:
             parts=tuple(part.name for part in runner.parts),
             **facts,
         )
-        return StartedWorker(info, runner, operations, warmup, self._tensors, graphs, first_scaled)
+        return StartedWorker(
+            info, runner, operations, warmup, self._tensors, caches, graphs, first_scaled
+        )
 
     def _backend(self, chosen: ChosenBackend, max_model_len: int, num_rows: int) -> PagedBackend:
         with self.plugins[chosen.kind].calling(chosen.name, "its constructor"):

@@ -1,0 +1,171 @@
+"""Gives the memory of weights and caches back to the system, and takes it again.
+
+Tensors stay the objects that they are. On a CPU their addresses stay, too: pages are returned, and
+come back as zeros. On a CUDA device memory is freed and allocated again, so addresses change:
+recorded steps, which have them, exclude it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from ..errors import InvalidRequest
+from ..live.worker_jobs import Memory
+from ..loading.model_tensors import ModelTensors
+
+MADV_DONTNEED = 4
+"""Linux's: drop pages, which are zeros when they are touched again."""
+
+
+class MemoryRelease:
+    """The weights and caches of one rank."""
+
+    def __init__(
+        self,
+        weights: ModelTensors,
+        caches: Iterable[Mapping[str, torch.Tensor]],
+        device: torch.device,
+        *,
+        has_addresses: bool,
+    ) -> None:
+        """has_addresses: recorded steps hold addresses."""
+        self._device = device
+        self._has_addresses = has_addresses
+        tensors = (tensor for parts in caches for tensor in parts.values())
+        self._storages = {
+            "weights": [storage for _, storage in weights.storages().values()],
+            "kv_cache": _storages(tensors),
+        }
+        self._sizes = {
+            owner: [storage.nbytes() for storage in storages]
+            for owner, storages in self._storages.items()
+        }
+        self._away: set[str] = set()
+        """Owners whose memory is given back."""
+        self._copies: list[torch.Tensor] = []
+        """The weights in host memory, kept for the next time while they stay the same."""
+
+    def forget_copies(self) -> None:
+        """Note that the weights are others now."""
+        self._copies = []
+
+    # ------------------------------------------------------------ release and restore
+
+    def check(self, owners: Iterable[str], *, keep: bool) -> None:
+        """Raise InvalidRequest if nothing could be freed. keep: the weights' numbers are kept in
+        host memory."""
+        if self._device.type == "cpu" and os.name != "posix":
+            raise InvalidRequest("sleep: this system takes no memory back from a CPU's tensors")
+        if self._has_addresses:
+            raise InvalidRequest(
+                "sleep: recorded steps hold addresses of weights and caches, so their memory "
+                "cannot be given back; start the engine with enforce_eager"
+            )
+        if not any(sum(self._sizes[owner]) for owner in self._freed(owners, keep=keep)):
+            why = (
+                "a CPU's weights that are kept are in host memory already; use level 2"
+                if keep
+                else "there is nothing of that"
+            )
+            raise InvalidRequest(f"sleep: nothing can be freed: {why}", param="level")
+
+    def _freed(self, owners: Iterable[str], *, keep: bool) -> list[str]:
+        """Return whose memory is given back: the copy of a CPU's weights would be as large."""
+        stays = keep and self._device.type == "cpu"
+        return [owner for owner in owners if not (stays and owner == "weights")]
+
+    def release(self, owners: Iterable[str], *, keep: bool) -> int:
+        """Give memory back; return how much. No step is in flight."""
+        freed = 0
+        for owner in self._freed(owners, keep=keep):
+            if owner in self._away:
+                continue
+            if owner == "weights" and keep and not self._copies:
+                self._copies = [_on_host(storage) for storage in self._storages[owner]]
+            for storage in self._storages[owner]:
+                freed += _give_back(storage)
+            self._away.add(owner)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return freed
+
+    def restore(self, owners: Iterable[str]) -> bool:
+        """Take memory again; return whether the weights need their numbers."""
+        missing = False
+        for owner in owners:
+            if owner not in self._away:
+                continue
+            pairs = zip(self._storages[owner], self._sizes[owner], strict=True)
+            for number, (storage, size) in enumerate(pairs):
+                if storage.nbytes() != size:
+                    storage.resize_(size)
+                    storage.fill_(0)
+                if owner == "weights" and self._copies:
+                    storage.copy_(self._copies[number].untyped_storage())
+            missing |= owner == "weights" and not self._copies
+            self._away.discard(owner)
+        return missing
+
+    def report(self) -> list[Memory]:
+        """Return who has how much."""
+        owners = [
+            Memory(owner, sum(sizes), "released" if owner in self._away else str(self._device))
+            for owner, sizes in self._sizes.items()
+        ]
+        if self._copies:
+            owners.append(Memory("weights_copy", sum(c.nbytes for c in self._copies), "host"))
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            reserved = torch.cuda.memory_reserved(self._device)
+            owners.append(Memory("allocator", reserved, str(self._device)))
+            owners.append(Memory("device_used", total - free, str(self._device)))
+        owners.append(Memory("process", _resident_bytes(), "host"))
+        return owners
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage
+    return list(found.values())
+
+
+def _on_host(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a copy in host memory, pinned if it comes from another device."""
+    pinned = storage.device.type == "cuda"
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+    copy.untyped_storage().copy_(storage)
+    return copy
+
+
+def _give_back(storage: torch.UntypedStorage) -> int:
+    """Give a storage's memory back; return how many bytes."""
+    size = storage.nbytes()
+    if storage.device.type != "cpu":
+        storage.resize_(0)
+        return size
+    # Whole pages: the ends may belong to others, too.
+    begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (storage.data_ptr() + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end <= begin:
+        return 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_DONTNEED):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return end - begin
+
+
+def _resident_bytes() -> int:
+    """Return the memory that this process has, as the system sees it; 0 where that is unknown."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0
