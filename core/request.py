@@ -7,9 +7,7 @@ import random
 import sys
 import time
 import uuid
-from array import array
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -17,6 +15,7 @@ import msgspec
 from .lora_request import AdapterRef
 from .outputs import FinishReason, KVCompressionUsage
 from .parts import encoder_decoder, media
+from .parts.encoder_decoder import Source
 from .pooling_params import PooledRow, PoolingParams
 from .sampling_params import SamplingParams
 from .step import CompiledGrammar, TokenLogprobs
@@ -229,11 +228,6 @@ def new_scheduler_id() -> str:
     return uuid.uuid4().hex
 
 
-def source_digest(token_ids: list[int]) -> str:
-    """Return what stands for a source in the hashes of all blocks that depend on it."""
-    return blake2b(array("q", token_ids).tobytes(), digest_size=32).hexdigest()
-
-
 def draw_seed(seeds: random.Random) -> int:
     """Return the seed of a request that brings none."""
     return seeds.getrandbits(62)
@@ -270,7 +264,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Completed."""
     token_type_ids: tuple[int, ...] = ()
     reads_cache: bool = True
-    source_token_ids: list[int] = []
+    source: Source | None = None
     """Of an encoder-decoder model, whose prompt is the decoder's."""
     cache_extra: tuple[str | int, ...] = ()
     late_extra: tuple[tuple[int, str], ...] = ()
@@ -294,9 +288,9 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
         eos = self.eos_token_ids if grammar is None else frozenset(grammar.start.eos_token_ids)
         extra: tuple[str | int, ...] = self.cache_extra
         parts = dict(self.parts)
-        if self.source_token_ids:
-            extra = (*extra, source_digest(self.source_token_ids))
-            parts[encoder_decoder.NAME] = encoder_decoder.Source(self.source_token_ids)
+        if self.source is not None:
+            extra = (*extra, self.source.digest)
+            parts[encoder_decoder.NAME] = self.source
         if self.media:
             parts[media.NAME] = media.RequestMedia(self.media)
         name, count = new_scheduler_id(), self.params.n

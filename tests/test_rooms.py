@@ -24,7 +24,12 @@ FLOORS = (
     ("entrypoints/flags",),
     ("entrypoints/http",),
     ("entrypoints/openai/common",),
-    ("entrypoints/openai/chat", "entrypoints/openai/completions", "entrypoints/openai/pooling"),
+    (
+        "entrypoints/openai/audio",
+        "entrypoints/openai/chat",
+        "entrypoints/openai/completions",
+        "entrypoints/openai/pooling",
+    ),
     ("entrypoints/openai/responses",),
     ("entrypoints/anthropic", "entrypoints/ollama", "entrypoints/batch", "entrypoints/web"),
     ("entrypoints/server",),

@@ -162,7 +162,7 @@ class AdapterRegistry:
             self.num_waiting -= 1
         info, first = loaded.info, 0
         if info.invocation_tokens:
-            if spec.source_token_ids:
+            if spec.source is not None:
                 raise InvalidRequest(
                     f"adapter {ref.name!r} is activated by tokens of the prompt (aLoRA), which "
                     "encoder-decoder models do not do",

@@ -108,7 +108,7 @@ class Router:
     def _hashes(self, spec: RequestSpec) -> list[bytes]:
         size = self._chunk * array("q").itemsize
         tokens = memoryview(array("q", spec.prompt_token_ids)).cast("B")
-        source = array("q", spec.source_token_ids).tobytes()
+        source = b"" if spec.source is None else spec.source.digest.encode()
         adapter = spec.adapter and (spec.adapter.name, spec.adapter.tenant)
         digest = self._digest(repr((spec.cache_salt, adapter)).encode(), source)
         hashes = []

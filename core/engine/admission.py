@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,15 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from ..audio.source import make_source
 from ..config import EngineConfig
 from ..errors import ContextLengthExceeded, InvalidRequest
 from ..inputs import Prompt, is_single, text_and_tokens
 from ..loading.model_config import ModelConfig, SourceConfig
 from ..lora_request import AdapterRef
+from ..parts.encoder_decoder import Source
 from ..parts.media import MediaItem
+from ..protocols.audio import AudioSource
 from ..protocols.executors import ExecutorInfo
 from ..registration.extra_args import ExtraArgs
 from ..request import GrammarRequest, RequestSpec
@@ -41,7 +45,7 @@ class PreparedPrompt:
     """[len(token_ids)] or empty: all 0."""
     source_text: str | None = None
     """The encoder's text as passed."""
-    source_token_ids: list[int] = dataclasses.field(default_factory=list)
+    source: Source | None = None
     """The encoder's tokens of an encoder-decoder model; the others are the decoder's."""
     media: tuple[MediaItem, ...] = ()
 
@@ -141,6 +145,8 @@ class Admission:
         Raises InvalidRequest, ContextLengthExceeded, EngineOverloaded.
         """
         source = self.model_config.source
+        if source is not None and source.audio is not None:
+            return await self._prepare_audio(prompt, source, source.audio)
         if isinstance(prompt, Mapping) and not is_single(prompt):
             if source is None or "encoder_prompt" not in prompt or set(prompt) - PROMPTS:
                 both = "" if source is None else ", or encoder_prompt and perhaps decoder_prompt"
@@ -156,14 +162,47 @@ class Admission:
     ) -> PreparedPrompt:
         text, token_ids = await self._read(prompts["encoder_prompt"], params, "encoder_prompt")
         prompt = self._prepare_source(token_ids, params, text, source, "encoder_prompt")
-        if (decoder_prompt := prompts.get("decoder_prompt")) is None:
+        return await self._with_decoder_prompt(
+            prompt, prompts.get("decoder_prompt"), source, "decoder_prompt"
+        )
+
+    async def _prepare_audio(
+        self, prompt: Any, source: SourceConfig, audio: AudioSource
+    ) -> PreparedPrompt:
+        """Prepare a prompt of a model that reads audio; its text or tokens are the decoder's."""
+        given, field = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}, "prompt"
+        if "encoder_prompt" in given:
+            given, decoder_prompt = given["encoder_prompt"], given.get("decoder_prompt")
+            field = "decoder_prompt"
+            if not isinstance(given, Mapping) or given.get("prompt") or "prompt_token_ids" in given:
+                raise InvalidRequest(
+                    "encoder_prompt: this model's encoder reads audio alone: "
+                    '{"multi_modal_data": {"audio": (samples, sampling rate)}}',
+                    param="encoder_prompt",
+                )
+        else:
+            decoder_prompt = {k: value for k, value in given.items() if k != "multi_modal_data"}
+            decoder_prompt = decoder_prompt or None
+        made = await asyncio.to_thread(make_source, audio, given.get("multi_modal_data"))
+        begin = [source.decoder_start_token_id]
+        if source.forced_bos_token_id is not None:
+            begin.append(source.forced_bos_token_id)
+        prepared = PreparedPrompt(None, begin, source=made)
+        return await self._with_decoder_prompt(prepared, decoder_prompt, source, field)
+
+    async def _with_decoder_prompt(
+        self, prompt: PreparedPrompt, decoder_prompt: Any, source: SourceConfig, field: str
+    ) -> PreparedPrompt:
+        if decoder_prompt is None:
             return prompt
-        field, start = "decoder_prompt", source.decoder_start_token_id
+        start = source.decoder_start_token_id
         # It is continued, so no token may end it.
         text, token_ids = await self._read(
             decoder_prompt, NOT_TRUNCATED, field, add_special_tokens=False
         )
-        token_ids = token_ids if token_ids[:1] == [start] else [start, *token_ids]
+        # Text from before an audio's own goes before its start.
+        begins = token_ids[:1] == [start] or (source.audio is not None and start in token_ids)
+        token_ids = token_ids if begins else [start, *token_ids]
         self._check_num_tokens(token_ids, field)
         check_vocabulary(token_ids, self.model_config.vocab_size, field)
         return dataclasses.replace(prompt, text=text, token_ids=token_ids)
@@ -233,7 +272,7 @@ class Admission:
         begin = [source.decoder_start_token_id]
         if source.forced_bos_token_id is not None:
             begin.append(source.forced_bos_token_id)
-        return PreparedPrompt(None, begin, source_text=text, source_token_ids=token_ids)
+        return PreparedPrompt(None, begin, source_text=text, source=Source(token_ids))
 
     async def admit(
         self,
@@ -254,7 +293,8 @@ class Admission:
         limits, longest = self.limits, self._longest
         if (source := self.model_config.source) is not None:
             bad_words += source.bad_words_token_ids
-            limits = limits.beside_source(len(prompt.source_token_ids))
+            assert prompt.source is not None, "every request of such a model has one"
+            limits = limits.beside_source(prompt.source.num_tokens)
             longest = limits.longest_sequence()
         room = max(longest - num_prompt, 1)
         if params.max_tokens is None:
@@ -278,7 +318,7 @@ class Admission:
             grammar=grammar,
             priority=priority,
             cache_salt=cache_salt,
-            source_token_ids=prompt.source_token_ids,
+            source=prompt.source,
             media=prompt.media,
             data_parallel_rank=data_parallel_rank,
             adapter=adapter,

@@ -261,7 +261,7 @@ class RequestState:
             prompt_token_ids=request.prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs,
             encoder_prompt=self.source,
-            encoder_prompt_token_ids=None if source is None else source.token_ids,
+            encoder_prompt_token_ids=None if source is None else source.token_ids or None,
             outputs=outputs,
             finished=num_ended == len(self.completions),
             num_cached_tokens=request.num_cached_tokens,

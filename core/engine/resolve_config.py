@@ -181,9 +181,14 @@ def resolve_source(config: EngineConfig, model_config: ModelConfig, model: Any) 
             param="model",
         )
     bad_words = generation.get("bad_words_ids", getattr(model_config.hf_config, "bad_words_ids", 0))
+    barred = generation.get("suppress_tokens") or ()
+    if not hasattr(model, "audio_source"):
+        audio, barred = None, ()
+    else:
+        audio = model.audio_source(model_config, generation)
+    words = (*_sequences(bad_words), *_sequences([[token] for token in barred]))
     return dataclasses.replace(
-        model_config,
-        source=SourceConfig(start, token("forced_bos_token_id"), _sequences(bad_words)),
+        model_config, source=SourceConfig(start, token("forced_bos_token_id"), words, audio)
     )
 
 

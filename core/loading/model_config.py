@@ -32,6 +32,7 @@ from .json_file import read_object, with_texts
 from .text_part import inner_name, text_config
 
 if TYPE_CHECKING:
+    from ..protocols.audio import AudioSource
     from .pooling_config import PoolingConfig
 
 EMBEDDED_MODEL = Path(__file__).resolve().parents[2] / "plugins" / "models" / "embedded"
@@ -52,6 +53,8 @@ class SourceConfig:
     """Second token, unless a request has a decoder prompt."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences that are never generated."""
+    audio: AudioSource | None = None
+    """Set if the encoder reads audio; otherwise it reads tokens."""
 
 
 @dataclass(frozen=True)

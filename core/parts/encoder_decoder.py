@@ -2,11 +2,52 @@
 
 from __future__ import annotations
 
+from array import array
+from hashlib import blake2b
+from typing import NamedTuple
+
 import msgspec
 
 from ..step import PartPlan
 
 NAME = "encoder_decoder"
+
+
+class FeatureShape(NamedTuple):
+    """The sources of a model whose encoder reads features of a signal, not tokens. All are alike:
+    shorter ones are padded."""
+
+    channels: int
+    frames: int
+    num_rows: int
+    """States that the encoder makes of them: tokens of the source, as far as blocks go."""
+
+
+class SourceFeatures(msgspec.Struct, frozen=True, gc=False):
+    """What an encoder reads that is not tokens, such as a spectrogram."""
+
+    data: bytes
+    """[channels, frames] float32, in C order"""
+    num_rows: int
+    """As `FeatureShape` has it."""
+
+
+class Source(msgspec.Struct, frozen=True, gc=False):
+    """A request's source (`Request.parts`): tokens or features."""
+
+    token_ids: list[int] = []
+    features: SourceFeatures | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the states that the encoder makes of it."""
+        return len(self.token_ids) if self.features is None else self.features.num_rows
+
+    @property
+    def digest(self) -> str:
+        """Return what stands for it in the hashes of all blocks that depend on it."""
+        data = array("q", self.token_ids).tobytes() if self.features is None else self.features.data
+        return blake2b(data, digest_size=32).hexdigest()
 
 
 class SourceStart(msgspec.Struct, frozen=True, gc=False):
@@ -18,9 +59,9 @@ class SourceStart(msgspec.Struct, frozen=True, gc=False):
 class EncodeItem(msgspec.Struct, frozen=True, gc=False):
     """A source to encode: its keys and values go to blocks that slots have from this plan on."""
 
-    token_ids: tuple[int, ...]
+    source: Source
     block_ids: tuple[int, ...]
-    """[ceil(len(token_ids) / block_size)]"""
+    """[ceil(source.num_tokens / block_size)]"""
 
 
 class EncodePlan(PartPlan, frozen=True):
@@ -31,10 +72,4 @@ class EncodePlan(PartPlan, frozen=True):
     @property
     def num_more_tokens(self) -> int:
         """Tokens of the sources."""
-        return sum(len(item.token_ids) for item in self.items)
-
-
-class Source(msgspec.Struct, frozen=True, gc=False):
-    """A request's source (`Request.parts`); `Request.cache_extra` has its digest."""
-
-    token_ids: list[int]
+        return sum(item.source.num_tokens for item in self.items)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from ..loading.model_config import ModelConfig
     from ..nn.context import BuildContext, EncodeContext, ForwardContext
+    from ..parts.encoder_decoder import FeatureShape
+    from .audio import AudioSource
     from .field_kinds import FieldKind
 
 HiddenStates: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
@@ -93,11 +95,19 @@ class EncoderDecoderModel(Model, Protocol):
     `core.nn.encoder.SourceAttention`, one for each `Attention`, of the same head sizes.
     """
 
-    def encode(self, token_ids: torch.Tensor, context: EncodeContext) -> None:
+    source_shape: FeatureShape
+    """Of a model whose encoder reads features of audio. Optional; without it, it reads tokens."""
+
+    @classmethod
+    def audio_source(cls, config: ModelConfig, generation: Mapping[str, Any]) -> AudioSource:
+        """Return what makes features of audio. Only models with `source_shape`. generation: what
+        generation_config.json says. Raises ConfigError."""
+
+    def encode(self, source: torch.Tensor, context: EncodeContext) -> None:
         """Encode sources, and write their keys and values (`SourceAttention.write`).
 
-        token_ids: [num_source_tokens] int64, several sources one after the other
-        (`context.rows`)."""
+        source: [num_source_tokens] int64, several sources one after the other (`context.rows`);
+        with `source_shape`: [num_sources, channels, frames] float32."""
 
 
 class PoolingModel(Protocol):

@@ -159,13 +159,14 @@ class PersistentBatch:
         num_groups: int = 1,
         compacts: bool = False,
         has_sources: bool = False,
+        source_tokens: int = 0,
         num_drafts: int = 0,
         steps_in_flight: int = STEPS_IN_FLIGHT,
         max_tokens: int = 0,
     ) -> None:
         """`max_tokens`: of a step. `num_groups`: of layers; each has a block table per slot.
-        `compacts`: caches lose tokens. `has_sources`: layers attend to sources, too. `num_drafts`:
-        most per row.
+        `compacts`: caches lose tokens. `has_sources`: layers attend to sources, too, of at most
+        `source_tokens` (0: `max_model_len`). `num_drafts`: most per row.
         """
         self.device = device
         self.operations = operations or Operations()
@@ -173,7 +174,7 @@ class PersistentBatch:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.num_groups = num_groups
-        self.has_sources = has_sources
+        self.max_source_tokens = (source_tokens or max_model_len) if has_sources else 0
         self.num_drafts = num_drafts
         self.max_tokens = max_tokens
         self.table = SlotTable(
@@ -183,7 +184,7 @@ class PersistentBatch:
             device=device,
             num_groups=num_groups,
             compacts=compacts,
-            has_sources=has_sources,
+            max_source_tokens=self.max_source_tokens,
             num_drafts=num_drafts,
         )
         self._staging: list[torch.Tensor] = []
@@ -368,7 +369,7 @@ class PersistentBatch:
 
     def source_bounds(self, num_tokens: int) -> np.ndarray:
         """Return default bounds for `source_layout`: [num_tokens]"""
-        return np.full(num_tokens, self.max_model_len, dtype=np.int32)
+        return np.full(num_tokens, self.max_source_tokens, dtype=np.int32)
 
     # ------------------------------------------------------------ to the device
 

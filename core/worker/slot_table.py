@@ -34,18 +34,20 @@ class SlotTable:
         device: torch.device,
         num_groups: int = 1,
         compacts: bool = False,
-        has_sources: bool = False,
+        max_source_tokens: int = 0,
         num_drafts: int = 0,
     ) -> None:
         """`num_groups`: of layers; each has a block table per slot. `compacts`: plans may have
-        compactions. `has_sources`: one more table. `num_drafts`: most per row.
+        compactions. `max_source_tokens`: of sources, which have one more table; 0: none.
+        `num_drafts`: most per row.
         """
         self.num_slots = num_slots
+        has_sources = max_source_tokens > 0
         num_tables = self.num_tables = num_groups + has_sources
         # One row more than slots, for padding, and one position more than a sequence has, for the
         # token that is sampled after the last, and drafts after that.
         rows, positions = num_slots + 1, max_model_len + 1 + num_drafts
-        columns = -(-max_model_len // block_size)
+        columns = -(-max(max_model_len, max_source_tokens) // block_size)
         if num_tables > 1:
             # Each part of a slot's table is aligned.
             columns = _aligned(columns)

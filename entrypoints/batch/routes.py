@@ -14,9 +14,9 @@ from ...core.errors import InvalidRequest
 from ...core.recording.private_files import private_opener
 from ..http.auth.tenants import tenant_of
 from ..http.context import reply
+from ..http.forms import FormReader
 from ..http.options import BatchOptions
 from ..openai.common.request_body import decode_body
-from .forms import FormReader
 from .inprocess import ROUTES
 from .manager import BatchWork
 from .schemas import (

@@ -19,6 +19,8 @@ INFERENCE_ROUTES = frozenset(
         "/api/generate",
         "/api/embed",
         "/api/embeddings",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
         "/v1/embeddings",
         "/pooling",
         "/classify",

@@ -130,6 +130,9 @@ class ServerOptions:
     max_body_bytes: Annotated[
         int, Meta(ge=1, description="refuse larger requests"), Flag(group="server")
     ] = 32 << 20
+    max_audio_bytes: Annotated[
+        int, Meta(ge=1, description="refuse larger recordings"), Flag(group="server")
+    ] = 25 << 20
     enable_plugins_route: Annotated[
         bool,
         Meta(description="serve GET /v1/plugins: what is plugged in, and whether it works here"),

@@ -31,6 +31,7 @@ from ..http.log_format import LoggedText
 from ..http.options import ServerOptions
 from ..http.request_pacing import PACER, RequestPacer, pace_requests
 from ..ollama.routes import add_ollama
+from ..openai.audio.routes import add_audio
 from ..openai.chat.routes import chat_completions
 from ..openai.completions.routes import completions
 from ..openai.invocations import invocations
@@ -115,6 +116,7 @@ def make_app(
     if options.tokenizer_info:
         app.router.add_get("/tokenizer_info", tokenizer_info)
     add_health(app)
+    add_audio(app)
     add_responses(app)
     if options.enable_plugins_route:
         add_plugin_list(app)

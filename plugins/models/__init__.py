@@ -153,6 +153,7 @@ ARCHITECTURES = {
     "telechat": ("TeleChat2ForCausalLM",),
     "teleflm": ("TeleFLMForCausalLM",),
     "vaultgemma": ("VaultGemmaForCausalLM",),
+    "whisper": ("WhisperForConditionalGeneration",),
     "xglm": ("XGLMForCausalLM",),
     "zamba": ("ZambaForCausalLM",),
     "zamba2": ("Zamba2ForCausalLM",),

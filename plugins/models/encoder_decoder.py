@@ -165,11 +165,13 @@ def _mlp(hf: Any, inner: int, build: BuildContext) -> PlainMLP:
 
 class LearnedPositions(nn.Module):
     offset: ClassVar[int] = 0
+    length: ClassVar[str] = "max_position_embeddings"
+    """The configuration's field."""
 
     def __init__(self, hf: Any, build: BuildContext) -> None:
         super().__init__()
         self.operations = build.operations
-        rows = hf.max_position_embeddings + self.offset
+        rows = getattr(hf, self.length) + self.offset
         self.weight = nn.Parameter(build.empty(rows, hf.d_model))
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
@@ -276,11 +278,13 @@ class Decoder(Half):
 
 
 class EncoderDecoder(nn.Module):
+    encoder_class: ClassVar[type[Encoder]] = Encoder
+
     def __init__(self, owner: type[EncoderDecoderLM], hf: Any, build: BuildContext) -> None:
         super().__init__()
         self.shared = Embedding(hf.vocab_size, hf.d_model, build, bias=True, shard="vocabulary")
         """Its bias is the logits' bias."""
-        self.encoder = Encoder(owner, hf, hf.encoder_layers, build)
+        self.encoder = self.encoder_class(owner, hf, hf.encoder_layers, build)
         self.decoder = Decoder(owner, hf, hf.decoder_layers, build)
 
 
@@ -304,6 +308,7 @@ class EncoderDecoderLM(nn.Module):
     decoder_norms_words: ClassVar[bool] = False
     """Whether the decoder norms words before positions are added."""
     positions: ClassVar[type[LearnedPositions | SinusoidalPositions]] = LearnedFromTwo
+    model_class: ClassVar[type[EncoderDecoder]] = EncoderDecoder
     weight_map: WeightMap = LogitsBiasMap(
         stacked={
             **QKV_SHARDS, "source_k": Shard("kv_proj", "k"), "source_v": Shard("kv_proj", "v"),
@@ -332,7 +337,7 @@ class EncoderDecoderLM(nn.Module):
         super().__init__()
         hf: Any = config.hf_config
         self.check(hf)
-        self.model = EncoderDecoder(type(self), hf, build)
+        self.model = self.model_class(type(self), hf, build)
 
     @classmethod
     def check(cls, hf: Any) -> None:
@@ -350,12 +355,17 @@ class EncoderDecoderLM(nn.Module):
                     param=f"{half}_attention_heads",
                 )
 
-    def encode(self, token_ids: torch.Tensor, context: EncodeContext) -> None:
-        """Encode sources, [num_source_tokens], and keep their keys and values."""
+    def encode(self, source: torch.Tensor, context: EncodeContext) -> None:
+        """Encode sources, and keep their keys and values."""
         encoder = self.model.encoder
-        states = encoder.normed(encoder(self.model.shared(token_ids), context))
+        states = encoder.normed(encoder(self.read(source), context))
         for layer in self.model.decoder.layers:
             layer.encoder_attn.write(states, context)  # type: ignore[union-attr, operator]
+
+    def read(self, source: torch.Tensor) -> torch.Tensor:
+        """[num_source_tokens] → embeddings, [num_source_tokens, hidden_size]"""
+        out: torch.Tensor = self.model.shared(source)
+        return out
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         hidden: torch.Tensor = self.model.decoder(self.model.shared(input_ids), context)

@@ -21,7 +21,7 @@ from serving import Server, engine_config, running, save_random
 
 from jackfield.core.errors import BodyTooLarge, InvalidRequest, JackfieldError
 from jackfield.entrypoints.batch import forms
-from jackfield.entrypoints.batch.forms import FormReader
+from jackfield.entrypoints.http.forms import FormReader
 from jackfield.entrypoints.http.options import BatchOptions, ServerOptions
 
 HEADERS = {"Content-Type": "multipart/form-data; boundary=cut"}

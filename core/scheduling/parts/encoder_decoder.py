@@ -44,7 +44,7 @@ class EncoderDecoder(SchedulerPart):
         # Blocks that no request holds may be reused before `admit`.
         if blocks and not any(map(self._pool.is_free, blocks)):
             return 0
-        if len(_source(request)) > self._budget:
+        if _source(request).num_tokens > self._budget:
             return None
         return self._num_blocks(request)
 
@@ -54,10 +54,10 @@ class EncoderDecoder(SchedulerPart):
         if blocks:
             self._pool.hold(blocks)
         else:
-            token_ids = tuple(_source(request))
-            self._budget -= len(token_ids)
+            source = _source(request)
+            self._budget -= source.num_tokens
             blocks = self._pool.allocate(self._num_blocks(request))
-            self._encode.append(EncodeItem(token_ids, tuple(blocks)))
+            self._encode.append(EncodeItem(source, tuple(blocks)))
             # Known from now on: steps run in the order of their plans.
             keys = self._kv.source_keys(request, len(blocks))
             for block_id, key in zip(blocks if keys else (), keys, strict=True):
@@ -66,7 +66,7 @@ class EncoderDecoder(SchedulerPart):
         builder.table_writes.append(TableWrite(request.slot, self._table, 0, tuple(blocks)))
 
     def start_part(self, request: Request) -> SourceStart:
-        return SourceStart(len(_source(request)))
+        return SourceStart(_source(request).num_tokens)
 
     def plan_part(self, step: int, builder: PlanBuilder) -> EncodePlan | None:
         if not self._encode:
@@ -87,7 +87,7 @@ class EncoderDecoder(SchedulerPart):
         return [block_id for blocks in self._blocks.values() for block_id in blocks]
 
     def _num_blocks(self, request: Request) -> int:
-        return self._kv.blocks_for(len(_source(request)))
+        return self._kv.blocks_for(_source(request).num_tokens)
 
     def _find(self, request: Request) -> list[int]:
         """Return the source's blocks, all or []."""
@@ -96,6 +96,6 @@ class EncoderDecoder(SchedulerPart):
         return [] if None in blocks else [block_id for block_id in blocks if block_id is not None]
 
 
-def _source(request: Request) -> list[int]:
+def _source(request: Request) -> Source:
     source: Source = request.parts[NAME]
-    return source.token_ids
+    return source

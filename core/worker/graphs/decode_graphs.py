@@ -262,7 +262,9 @@ class DecodeInputs:
         )
         # Torch reads these, and those of `made` are undefined while kernels are only compiled.
         words = self._numbers.array[:rows]
-        slots = made.slots if not batch.has_sources else torch.where(words < 0, -1 - words, words)
+        slots = made.slots
+        if batch.max_source_tokens:
+            slots = torch.where(words < 0, -1 - words, words)
         return StepInputs(
             input_ids=made.input_ids,
             positions=made.positions,

@@ -13,7 +13,13 @@ from ...errors import ConfigError
 from ...nn.context import EncodeContext, SourceContext
 from ...nn.encoder import SourceAttention
 from ...nn.ragged import RaggedRows
-from ...parts.encoder_decoder import NAME, EncodeItem, EncodePlan, SourceStart
+from ...parts.encoder_decoder import (
+    NAME,
+    EncodeItem,
+    EncodePlan,
+    FeatureShape,
+    SourceStart,
+)
 from ...protocols.attention import AttentionBackend
 from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
 from ..batch import PersistentBatch, StepInputs
@@ -39,17 +45,19 @@ class EncoderDecoderStart(PartStart):
                 "own attention, and their blocks cannot share memory",
                 param="model",
             )
+        shape = source_shape(start.model)
         self.needs = PartNeeds(
             specs=[layer.spec for layer in self._layers],
             extra_tables=1,
-            batch={"has_sources": True},
+            batch={"has_sources": True, "source_tokens": 0 if shape is None else shape.num_rows},
         )
 
     def make(self, site: PartSite) -> EncoderDecoder:
         """Make a backend with a row per token."""
-        backend = site.make_backend(site.batch.max_tokens)
+        batch = site.batch
+        backend = site.make_backend(batch.max_source_tokens, batch.max_tokens)
         assert isinstance(backend, AttentionBackend), "sources have keys and values"
-        return EncoderDecoder(self._start.model, backend, site.batch, site.batch.max_model_len)
+        return EncoderDecoder(self._start.model, backend, batch)
 
     def bind(self, caches: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Share the memory of self-attention."""
@@ -61,14 +69,19 @@ def source_attention(model: nn.Module) -> list[SourceAttention]:
     return [module for module in model.modules() if isinstance(module, SourceAttention)]
 
 
+def source_shape(model: nn.Module) -> FeatureShape | None:
+    """Return the features that a model's encoder reads; None: it reads tokens."""
+    shape: FeatureShape | None = getattr(model, "source_shape", None)
+    return shape
+
+
 class EncoderDecoder(WorkerPart):
     name = NAME
 
-    def __init__(
-        self, model: nn.Module, backend: AttentionBackend, batch: PersistentBatch, longest: int
-    ) -> None:
-        """backend: for layouts with a row per token. longest: tokens of a source."""
-        self._longest = longest
+    def __init__(self, model: nn.Module, backend: AttentionBackend, batch: PersistentBatch) -> None:
+        """backend: for layouts with a row per token."""
+        self._longest = batch.max_source_tokens
+        self._shape = source_shape(model)
         self._model = model
         self._backend = backend
         self._batch = batch
@@ -87,7 +100,7 @@ class EncoderDecoder(WorkerPart):
 
     def encode(self, items: Sequence[EncodeItem]) -> None:
         """Encode sources together, writing keys and values to their blocks."""
-        lengths = np.asarray([len(item.token_ids) for item in items], dtype=np.int32)
+        lengths = np.asarray([item.source.num_tokens for item in items], dtype=np.int32)
         starts = np.zeros(len(items) + 1, dtype=np.int32)
         np.cumsum(lengths, out=starts[1:])
         positions = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], lengths)
@@ -97,35 +110,49 @@ class EncoderDecoder(WorkerPart):
             blocks = np.asarray(item.block_ids, dtype=np.int64)
             offsets = np.arange(length, dtype=np.int64)
             places.append(blocks[offsets // size] * size + offsets % size)
-        token_ids, device_positions = self._batch.upload([
-            np.concatenate([np.asarray(item.token_ids, dtype=np.int32) for item in items]),
-            positions,
-        ])  # fmt: skip
         slot_mapping = torch.from_numpy(np.concatenate(places))
+        ids = [np.asarray(item.source.token_ids, dtype=np.int32) for item in items]
+        token_ids, device_positions = self._batch.upload([np.concatenate(ids), positions])
+        source = token_ids.long() if self._shape is None else self._features(items, self._shape)
         self._run(
-            token_ids.long(), device_positions.long(), starts,
+            source, device_positions.long(), starts,
             slot_mapping.to(self._batch.device, non_blocking=True),
         )  # fmt: skip
+
+    def _features(self, items: Sequence[EncodeItem], shape: FeatureShape) -> torch.Tensor:
+        """Return features on the device: [sources, channels, frames] float32"""
+        given = (item.source.features for item in items)
+        data = bytearray(b"".join(each.data for each in given if each is not None))
+        features = torch.frombuffer(data, dtype=torch.float32)
+        features = features.view(len(items), shape.channels, shape.frames)
+        return features.to(self._batch.device, non_blocking=True)
 
     def run_scratch(self, num_tokens: int) -> None:
         """Encode `num_tokens` of sources to the null block, to compile kernels or measure
         memory.
         """
-        longest = self._longest
+        longest, device = self._longest, self._batch.device
         lengths = [longest] * (num_tokens // longest)
-        if rest := num_tokens % longest:
+        if self._shape is not None:
+            lengths = lengths or [longest]
+            num_tokens = sum(lengths)
+        elif rest := num_tokens % longest:
             lengths.append(rest)
         starts = np.cumsum([0, *lengths], dtype=np.int32)
-        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self._batch.device)
-        self._run(zeros, zeros, starts, zeros)
+        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        source = zeros
+        if self._shape is not None:
+            sizes = (len(lengths), self._shape.channels, self._shape.frames)
+            source = torch.zeros(sizes, device=device)
+        self._run(source, zeros, starts, zeros)
 
     def _run(
         self,
-        token_ids: torch.Tensor,
+        source: torch.Tensor,
         positions: torch.Tensor,
         starts: np.ndarray,
         slot_mapping: torch.Tensor,
     ) -> None:
         rows = RaggedRows.of(starts, self._batch.device)
         encode: Any = self._model.encode
-        encode(token_ids, EncodeContext(positions, rows, slot_mapping))
+        encode(source, EncodeContext(positions, rows, slot_mapping))

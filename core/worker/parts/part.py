@@ -213,7 +213,8 @@ class PartSite:
     batch: PersistentBatch
     """Made by what parts need."""
     sampling: SamplingState
-    make_backend: Callable[[int], PagedBackend]
-    """Number of rows → an attention backend for that many, of the chosen class."""
+    make_backend: Callable[[int, int], PagedBackend]
+    """Tokens of the longest sequence, and number of rows → an attention backend for them, of the
+    chosen class."""
     layers_backend: Callable[[Sequence[CacheLayer]], PagedBackend]
     """Layers of a `PartNeeds.model` → an attention backend for them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import time
@@ -243,7 +244,7 @@ class WorkerStart:
         else:
             runner = self._model_runner(
                 model, backend, batch, starts,
-                make_backend=lambda rows: self._backend(chosen, length, rows),
+                make_backend=functools.partial(self._backend, chosen),
                 layers_backend=lambda own: self._layers_backend(own, chosen, further),
             )  # fmt: skip
         graphs = self._graphs(runner)

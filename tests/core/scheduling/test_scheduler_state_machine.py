@@ -21,7 +21,7 @@ from jackfield.core.parts.encoder_decoder import Source
 from jackfield.core.parts.kv_compression import Compaction
 from jackfield.core.parts.kv_transfer import KVDetached, KVReport, TransferResult
 from jackfield.core.parts.part_types import PartTypes
-from jackfield.core.request import Request, Status, source_digest
+from jackfield.core.request import Request, Status
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.pacing.step_sizes import StepSize, StepSizes
 from jackfield.core.scheduling.parts.guarded_connector import GuardedConnector
@@ -459,7 +459,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 priority=priority,
                 cache_salt=salt,
                 parts={"encoder_decoder": Source(source)} if source else {},
-                cache_extra=(source_digest(source),) if source else (),
+                cache_extra=(Source(source).digest,) if source else (),
                 arrival=float(len(self.all)),
                 leader=leader,
             )

@@ -9,6 +9,7 @@ from scheduled import encoded_by, parts_for
 from test_compression_state_machine import NIGHTLY_STEPS, run_machine
 from test_scheduler_state_machine import PriorityMachine, ReplayingWorker
 
+from jackfield.core.parts.encoder_decoder import Source
 from jackfield.core.request import Request, RequestSpec
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.scheduler import Scheduler
@@ -33,14 +34,14 @@ class SourceWorker(ReplayingWorker):
         last = len(self.groups)
         tables = {w.block_ids: w.slot for w in plan.table_writes if w.group == last}
         names = {start.slot: start.request_id for start in plan.starts}
-        assert sum(len(item.token_ids) for item in encoded_by(plan)) <= 17
+        assert sum(len(item.source.token_ids) for item in encoded_by(plan)) <= 17
         for item in encoded_by(plan):
             self.num_encoded += 1
             salt = salts[names[tables[item.block_ids]]]
-            assert len(item.block_ids) == -(-len(item.token_ids) // self.block_size)
-            for place in range(len(item.token_ids)):
+            assert len(item.block_ids) == -(-len(item.source.token_ids) // self.block_size)
+            for place in range(len(item.source.token_ids)):
                 block = item.block_ids[place // self.block_size]
-                what = ("source", item.token_ids, salt, place)
+                what = ("source", tuple(item.source.token_ids), salt, place)
                 self.kv[block, place % self.block_size] = what
         result = super().run(plan, salts, *args, **more)
         for start in plan.starts:
@@ -92,14 +93,14 @@ def scheduler(num_blocks: int, **options: Any) -> Scheduler:
 def request(source: list[int], max_tokens: int = 8) -> Request:
     spec = RequestSpec(
         request_id="caller's", prompt_token_ids=[1, 2], params=SamplingParams(),
-        max_tokens=max_tokens, source_token_ids=source,
+        max_tokens=max_tokens, source=Source(source),
     )  # fmt: skip
     return spec.requests()[0]
 
 
 def encoded(plan: StepPlan | None) -> list[int]:
     assert plan is not None
-    return [len(item.token_ids) for item in encoded_by(plan)]
+    return [len(item.source.token_ids) for item in encoded_by(plan)]
 
 
 def test_a_plan_encodes_up_to_its_budget_and_others_wait() -> None:
@@ -124,7 +125,7 @@ def test_without_prefix_caching_only_completions_of_one_request_share_a_source()
     planner = scheduler(64, enable_prefix_caching=False)
     spec = RequestSpec(
         request_id="caller's", prompt_token_ids=[1, 2], params=SamplingParams(n=2), max_tokens=8,
-        source_token_ids=[3, 4, 5, 6, 7],
+        source=Source([3, 4, 5, 6, 7]),
     )  # fmt: skip
     planner.add_requests(*spec.requests())
     for _ in range(2):
@@ -170,7 +171,7 @@ def test_a_cached_prefix_belongs_to_its_source() -> None:
     for source in ([3, 4], [3, 5], [3, 4]):
         spec = RequestSpec(
             request_id="caller's", prompt_token_ids=list(range(1, 8)), params=SamplingParams(),
-            max_tokens=1, source_token_ids=source,
+            max_tokens=1, source=Source(source),
         )  # fmt: skip
         [one] = spec.requests()
         planner.add_requests(one)

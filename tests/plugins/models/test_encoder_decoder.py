@@ -292,7 +292,7 @@ async def test_a_step_encodes_whole_sources_within_its_budget(bart: Any) -> None
         outputs = await asyncio.gather(*(answer(engine, source) for source in sources))
         engine.core.check_idle()
     encoded = [
-        [len(item.token_ids) for item in encoded_by(plan)] for plan in plans if encoded_by(plan)
+        [item.source.num_tokens for item in encoded_by(plan)] for plan in plans if encoded_by(plan)
     ]
     assert sum(map(len, encoded)) == 4
     assert all(sum(each) <= 64 for each in encoded), "max_model_len is the most"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from aiohttp import web
 
 from ...core.errors import BodyTooLarge, InvalidRequest, shown
-from ..http.body import check_unpacked
+from .body import check_unpacked
 
 MAX_PARTS = 16
 """Most parts of a form."""

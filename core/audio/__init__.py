@@ -1,0 +1,1 @@
+"""Audio: files into samples, and samples into what a model reads."""

@@ -1,0 +1,1 @@
+"""Speech into text: /v1/audio/transcriptions and /v1/audio/translations."""
