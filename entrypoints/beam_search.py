@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -238,7 +239,7 @@ class BeamSearch:
 
     def _score_at(self, total: float, num_tokens: int) -> float:
         length = len(self.prompt_token_ids) + num_tokens
-        return -total / float(max(length, 1)) ** self.params.length_penalty
+        return -total / math.pow(max(length, 1), self.params.length_penalty)
 
     def _is_decided(self, beams: Sequence[_Beam], ended: Sequence[_Beam]) -> bool:
         """Return whether no beam can become better than those that have ended: its sum only falls,

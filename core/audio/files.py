@@ -111,7 +111,7 @@ class _Wave:
         if not plain:
             raise InvalidRequest(
                 f"{field}: for other files than WAV of 16 bits the server needs the package "
-                "soundfile: pip install 'jackfield[audio]'",
+                "soundfile: pip install soundfile",
                 param=field,
             )
         self.rate, self._channels = self._file.getframerate(), self._file.getnchannels()

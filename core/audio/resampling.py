@@ -20,7 +20,7 @@ def soxr(rate: float, field: str) -> ModuleType:
     except ImportError:
         raise InvalidRequest(
             f"{field}: {rate:g} samples per second; for other rates than the model's the server "
-            "needs the package soxr: pip install 'jackfield[audio]'",
+            "needs the package soxr: pip install soxr",
             param=field,
         ) from None
     module: ModuleType = soxr

@@ -38,7 +38,8 @@ def make_source(audio: AudioSource, data: Any) -> Source:
 def _samples(data: Any, sampling_rate: int) -> np.ndarray:
     if not isinstance(data, dict) or set(data) != {"audio"}:
         raise InvalidRequest(
-            f'{FIELD}: must be {{"audio": (samples, sampling rate)}}: this model reads audio',
+            f'{FIELD}: must be {{"audio": (samples, sampling rate)}}: this model reads audio '
+            "(over HTTP: /v1/audio/transcriptions)",
             param=FIELD,
         )
     audio, rate = data["audio"], sampling_rate

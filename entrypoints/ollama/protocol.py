@@ -313,7 +313,7 @@ def _embedding(
 ) -> EmbeddingRequest:
     embedding = EmbeddingRequest(
         model=request.model,
-        input=input,  # type: ignore[arg-type]
+        input=input,
         dimensions=dimensions,
         truncate_prompt_tokens=-1 if truncate else None,
     )

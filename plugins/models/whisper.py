@@ -84,16 +84,12 @@ class WhisperEncoder(Encoder):
     ) -> None:
         super().__init__(owner, hf, layers, build)
         self.embed_positions = SourcePositions(hf, build)
-        self.conv1, self.conv2 = (
-            _convolution(hf.num_mel_bins, hf.d_model, build),
-            _convolution(hf.d_model, hf.d_model, build),
-        )
+        self.conv1 = Convolution(hf.num_mel_bins, hf.d_model, build)
+        self.conv2 = Convolution(hf.d_model, hf.d_model, build)
 
     def read(self, features: torch.Tensor) -> torch.Tensor:
         """[sources, channels, frames] → [sources * frames / 2, hidden_size]"""
-        first, second = self.conv1, self.conv2
-        hidden = F.gelu(F.conv1d(features, first.weight, first.bias, padding=1))
-        hidden = F.gelu(F.conv1d(hidden, second.weight, second.bias, stride=2, padding=1))
+        hidden = self.conv2(self.conv1(features), stride=2)
         return hidden.transpose(1, 2).flatten(0, 1)
 
 
@@ -101,15 +97,24 @@ class SourcePositions(LearnedPositions):
     length = "max_source_positions"
 
 
-def _convolution(channels: int, size: int, build: BuildContext) -> nn.Module:
-    module = nn.Module()
-    module.weight = nn.Parameter(build.empty(size, channels, WIDTH))
-    module.bias = nn.Parameter(build.empty(size))
-    return module
+class Convolution(nn.Module):
+    def __init__(self, channels: int, size: int, build: BuildContext) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(build.empty(size, channels, WIDTH))
+        self.bias = nn.Parameter(build.empty(size))
+
+    def forward(self, x: torch.Tensor, stride: int = 1) -> torch.Tensor:
+        """[sources, channels, frames] → [sources, size, frames / stride]"""
+        return F.gelu(F.conv1d(x, self.weight, self.bias, stride=stride, padding=WIDTH // 2))
 
 
 class WhisperModel(EncoderDecoder):
     encoder_class = WhisperEncoder
+
+    def __init__(self, owner: type[EncoderDecoderLM], hf: Any, build: BuildContext) -> None:
+        super().__init__(owner, hf, build)
+        # Configurations have `scale_embedding`, which published code does not read.
+        self.encoder.scale = self.decoder.scale = None
 
 
 class WhisperMap(WeightMap):

@@ -83,8 +83,7 @@ async def _answer(
     longest = engine.model_config.max_model_len
     transcriber = Transcriber(file, decoder, task, audio.max_samples, longest)
     if params.stream:
-        frames = _events(transcriber)
-        return await stream(request, frames, frames.__anext__)
+        return await stream(request, _events(transcriber))
     segments = [each async for window in transcriber.segments() for each in window]
     return _response(params.response_format, transcriber, segments, translate=translate)
 

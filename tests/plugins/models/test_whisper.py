@@ -29,6 +29,10 @@ SETTINGS: dict[str, Any] = {
     "num_mel_bins": 80, "init_std": 0.3, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
     "decoder_start_token_id": 100, "suppress_tokens": [], "begin_suppress_tokens": None,
 }  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "WhisperForConditionalGeneration": {},
+    "WhisperForConditionalGeneration:large": {"num_mel_bins": 128, "scale_embedding": True},
+}
 OUTPUT = 7
 
 
@@ -36,16 +40,21 @@ OUTPUT = 7
 def whisper(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """→ model of `transformers`, its folder"""
     folder = tmp_path_factory.mktemp("whisper")
+    return make("WhisperForConditionalGeneration", folder), folder
+
+
+def make(case: str, folder: Path) -> Any:
+    """Save a random checkpoint, and return the model of `transformers`."""
     torch.manual_seed(11)
     model_class = transformers.WhisperForConditionalGeneration
-    model = model_class(transformers.WhisperConfig(**SETTINGS)).eval()
+    model = model_class(transformers.WhisperConfig(**{**SETTINGS, **CASES[case]})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     edit_json(folder / "generation_config.json", suppress_tokens=[3, 5, 8])
-    return model, folder
+    return model
 
 
 def tone(seed: int, seconds: float, rate: int = RATE) -> np.ndarray:
@@ -74,8 +83,8 @@ async def answer(engine: AsyncEngine, prompt: Any, **params: Any) -> Any:
     return last
 
 
-def features(samples: np.ndarray) -> torch.Tensor:
-    extractor = transformers.WhisperFeatureExtractor(chunk_length=1, feature_size=80)
+def features(samples: np.ndarray, bands: int) -> torch.Tensor:
+    extractor = transformers.WhisperFeatureExtractor(chunk_length=1, feature_size=bands)
     made: torch.Tensor = extractor(samples, sampling_rate=RATE, return_tensors="pt").input_features
     return made
 
@@ -86,7 +95,8 @@ def check(model: Any, samples: np.ndarray, output: Any) -> None:
     begin = output.prompt_token_ids
     for completion in output.outputs:
         ids = torch.tensor([begin + completion.token_ids])
-        logits = model(input_features=features(samples), decoder_input_ids=ids).logits[0]
+        heard = features(samples, model.config.num_mel_bins)
+        logits = model(input_features=heard, decoder_input_ids=ids).logits[0]
         rows = torch.log_softmax(logits.float(), -1)[len(begin) - 1 : -1]
         assert len(completion.token_ids) == OUTPUT
         for row, token, told in zip(rows, completion.token_ids, completion.logprobs, strict=True):
@@ -96,10 +106,11 @@ def check(model: Any, samples: np.ndarray, output: Any) -> None:
             assert token not in (3, 5, 8) and float(best.max() - row[token]) <= 1e-3
 
 
-async def test_recordings_are_heard_as_by_transformers(whisper: Any) -> None:
+@pytest.mark.parametrize("case", CASES)
+async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
     """Four recordings for three slots, of several lengths; both forms of prompts; a recording that
     was heard before; text from before it."""
-    model, folder = whisper
+    model = make(case, tmp_path)
     recordings = [recording(seed, 0.2 + 0.25 * seed) for seed in range(4)]
     prompts: list[Any] = [
         {"prompt_token_ids": [100, 101], "multi_modal_data": {"audio": (recordings[0], RATE)}},
@@ -111,7 +122,7 @@ async def test_recordings_are_heard_as_by_transformers(whisper: Any) -> None:
         {"multi_modal_data": {"audio": [(recordings[3], RATE)]}},
     ]
     begins = [[100, 101], [9, 8, 7, 100, 101], [100, 101, 102], [100]]
-    async with AsyncEngine(config(folder)) as engine:
+    async with AsyncEngine(config(tmp_path)) as engine:
         outputs = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
         again = await answer(engine, prompts[1], n=2)
         engine.core.check_idle()
