@@ -137,7 +137,8 @@ class RequestEntry:
     def _without_media(self, prompt: Prompt) -> tuple[Prompt, list[MediaSource]]:
         """Return a prompt without `multi_modal_data`, and the sources there."""
         data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
-        if not data:
+        source = self.core.model_config.source
+        if not data or (source is not None and source.audio is not None):
             return prompt, []
         if self.media is None:
             reason = self.core.model_config.text_alone or "this model reads text"
