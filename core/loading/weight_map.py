@@ -75,6 +75,9 @@ class WeightMap:
     in its attribute `absent`."""
     ignored: tuple[str, ...] = ()
     """Starts of names (after `prefixes`) that may be left over where the model has no place."""
+    only: tuple[str, ...] = ()
+    """Starts of the checkpoint names that are the model's, where others are another model's; empty:
+    all are."""
     text_part: bool = False
     """Whether checkpoints have other parts besides the model (`text_part`)."""
     media: WeightMap | None = None
@@ -84,7 +87,10 @@ class WeightMap:
         """Return a checkpoint name as the other methods take it; None if it is of another part."""
         if self.media is not None and (own := self.media.own(name)) is not None:
             return MEDIA + own
-        return inner_name(name) if self.text_part else name
+        inner = inner_name(name) if self.text_part else name
+        if not self.only:
+            return inner
+        return next((each for each in (name, inner) if (each or "").startswith(self.only)), None)
 
     def renamed(self, name: str) -> str:
         """Return a checkpoint name in the model's terms, shards still separate."""
@@ -256,7 +262,7 @@ class ParameterFiller:
     @property
     def takes_all(self) -> bool:
         """Whether the model has a place for every tensor of the checkpoint."""
-        return not self._elsewhere and not self.weight_map.text_part
+        return not (self._elsewhere or self.weight_map.text_part or self.weight_map.only)
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Copy one checkpoint tensor, as far as this rank holds it. Raises LoadError if it has no

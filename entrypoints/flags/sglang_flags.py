@@ -12,11 +12,18 @@ from .foreign_options import ANY, Option, Refused, Unneeded
 from .vllm_flags import SLEEPS
 from .vllm_values import chosen, fixed, part_of, renamed, synonyms
 
+ALGORITHMS = {
+    "EAGLE": "eagle", "EAGLE3": "eagle3", "NEXTN": "mtp", "NGRAM": "ngram",
+    "STANDALONE": "draft_model",
+}  # fmt: skip
+"""SGLang's algorithm → method."""
+
 
 def _algorithm(values: list[str]) -> Sequence[str]:
-    if values[0].lower() == "ngram":
-        return ["--speculative-config.method=ngram"]
-    raise Refused(f"{values[0]} drafts are not supported yet; NGRAM drafts are")
+    method = ALGORITHMS.get(values[0].upper())
+    if method is None:
+        raise Refused(f"{values[0]} drafts are not supported; those of {', '.join(ALGORITHMS)} are")
+    return [f"--speculative-config.method={method}"]
 
 
 def _whole_prompts(values: list[str]) -> Sequence[str]:
@@ -76,8 +83,7 @@ _MISSING: dict[str, str] = {
     "--enable-multimodal": "models that see or hear are not supported yet",
     "--max-total-tokens": "see --num-gpu-blocks-override",
     "--page-size": "see --block-size",
-    "--speculative-draft-model-path": "drafts of models are not supported yet; ngram drafts are",
-    "--speculative-eagle-topk": "drafts of models are not supported yet; ngram drafts are",
+    "--speculative-eagle-topk": "drafts are chains: one token follows another, not several",
     "--speculative-num-steps": "see --speculative-config.num_speculative_tokens",
 }
 _EQUIVALENT: dict[str, Option] = {
@@ -123,6 +129,7 @@ _EQUIVALENT: dict[str, Option] = {
                                     "random": "see --scheduling-policy"}),
     "--speculative-algorithm": Option(
         "equivalent", "--speculative-config.method", 1, _algorithm),
+    "--speculative-draft-model-path": part_of("--speculative-config", "model"),
     "--speculative-num-draft-tokens": part_of(
         "--speculative-config", "num_speculative_tokens"),
     "--tp": renamed("--tensor-parallel-size"),

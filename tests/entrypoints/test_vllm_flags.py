@@ -182,6 +182,8 @@ def test_a_missing_feature_that_is_not_used_is_taken(flag: str, value: str) -> N
          "--no-enable-prefix-caching --enforce-eager"),
         ("--is-embedding", "--runner pooling"),
         ("--schedule-policy lpm", ""),
+        ("--speculative-algorithm EAGLE3 --speculative-draft-model-path x",
+         '--speculative-config {"method":"eagle3","model":"x"}'),
         ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 4",
          '--speculative-config {"method":"ngram","num_speculative_tokens":4}'),
         ("--json-model-override-args {}", "--hf-overrides {}"),
@@ -211,7 +213,7 @@ def test_keys_given_one_by_one_add_to_a_whole_value() -> None:
         ["--compilation-config", "{"],
         ["--spec-tokens"],
         ["--nnodes", "2"],
-        ["--speculative-algorithm", "EAGLE3"],
+        ["--speculative-algorithm", "DFLASH"],
     ],
 )
 def test_a_value_that_nothing_is_equal_to_is_refused(

@@ -1,0 +1,241 @@
+"""MTP: a layer in the served checkpoint that predicts one token further than the model.
+
+(DeepSeek-V3, arXiv 2412.19437, section 2.2.) With h the last hidden state of a token:
+
+    x = block(proj(enorm(embed(next token)) ‖ hnorm(h)))
+    logits = head(norm(x))
+
+The block is the family's own. Families differ in names, in the order of the two halves, in whether
+the first token's embedding is zero, and in what further tokens go on from (`Layout`). Of several
+such layers the first is used, once per draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from ...core.config.speculative_config import FIELD
+from ...core.errors import ConfigError
+from ...core.loading.json_file import with_texts
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.linear import Linear
+from ...core.protocols.speculators import DraftSite, SpeculatorNeeds
+from ..models.blocks import BlockParts
+from ..models.decoder import CausalLM
+from ..models.old_constructors import create
+from .eagle import Eagle
+
+BLOCK, UNUSED = "block.", "unused."
+
+
+class Layout(NamedTuple):
+    """How a family's checkpoints have the layer. {} is its number, N with N layers before it."""
+
+    only: tuple[str, ...]
+    """What its tensors' names begin with."""
+    names: Mapping[str, str]
+    """Start of a name → what the module calls it, the first that fits."""
+    hidden_first: bool = False
+    """Whether the product reads the state, then the embedding."""
+    zero_first: bool = True
+    """Whether the embedding at position 0 is zero."""
+    normed: bool = True
+    """Whether there is a norm before the head."""
+    recycles: Literal["normed", "block", None] = "normed"
+    """What a further token goes on from: the block's output, normed or not; None: it was trained
+    for one token."""
+    dense: bool = False
+    """Whether the block has an MLP where the model's last layer has a mixture."""
+
+    def at(self, layer: int) -> Layout:
+        """Return the layout with the layer's number."""
+        return self._replace(
+            only=tuple(name.format(layer) for name in self.only),
+            names={old.format(layer): new for old, new in self.names.items()},
+        )
+
+
+DEEPSEEK = Layout(
+    only=("model.layers.{}.",),
+    names={
+        "model.layers.{}.enorm.": "enorm.",
+        "model.layers.{}.hnorm.": "hnorm.",
+        "model.layers.{}.eh_proj.": "eh_proj.",
+        "model.layers.{}.shared_head.norm.": "norm.",
+        # Copies of the model's.
+        "model.layers.{}.shared_head.head.": UNUSED,
+        "model.layers.{}.embed_tokens.": UNUSED,
+        "model.layers.{}.": BLOCK,
+    },
+)
+QWEN = Layout(
+    only=("mtp.",),
+    names={
+        "mtp.pre_fc_norm_embedding.": "enorm.",
+        "mtp.pre_fc_norm_hidden.": "hnorm.",
+        "mtp.fc.": "eh_proj.",
+        "mtp.norm.": "norm.",
+        "mtp.layers.0.": BLOCK,
+        "mtp.": UNUSED,
+    },
+    zero_first=False,
+)
+MIMO = Layout(
+    only=("model.mtp_layers.0.",),
+    names={
+        "model.mtp_layers.0.token_layernorm.": "enorm.",
+        "model.mtp_layers.0.hidden_layernorm.": "hnorm.",
+        "model.mtp_layers.0.input_proj.": "eh_proj.",
+        "model.mtp_layers.0.final_layernorm.": "norm.",
+        "model.mtp_layers.0.": BLOCK,
+    },
+    hidden_first=True,
+    recycles=None,
+)
+ERNIE = Layout(
+    only=tuple(
+        f"model.mtp_{part}.0." for part in ("emb_norm", "hidden_norm", "linear_proj", "block")
+    ),
+    names={
+        "model.mtp_emb_norm.0.": "enorm.",
+        "model.mtp_hidden_norm.0.": "hnorm.",
+        "model.mtp_linear_proj.0.": "eh_proj.",
+        "model.mtp_block.0.": BLOCK,
+    },
+    normed=False,
+    recycles=None,
+    dense=True,
+)
+LAYOUTS: Mapping[str, Layout] = {
+    "DeepseekV3ForCausalLM": DEEPSEEK,
+    "Ernie4_5_MoeForCausalLM": ERNIE,
+    "Glm4MoeForCausalLM": DEEPSEEK._replace(recycles="block"),
+    "Glm4MoeLiteForCausalLM": DEEPSEEK._replace(recycles="block"),
+    "MiMoForCausalLM": MIMO,
+    "Qwen3NextForCausalLM": QWEN,
+    "Qwen3_5ForCausalLM": QWEN,
+    "Qwen3_5MoeForCausalLM": QWEN,
+}
+"""Architecture → how its checkpoints have the layer."""
+
+
+class MtpHead(nn.Module):
+    """The layer, with the model's embeddings and head. Subclassed for each model."""
+
+    target: ClassVar[Any]
+    layout: ClassVar[Layout]
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__()
+        hf, family = config.hf_config, type(self.target)
+        decoder = family.decoder
+        block = decoder.block_of(config)
+        last = config.num_layers - 1
+        mlp = CausalLM.mlp if self.layout.dense else family.mlp
+        self.enorm, self.hnorm = block.make_norm(hf, build), block.make_norm(hf, build)
+        self.eh_proj = Linear(2 * hf.hidden_size, hf.hidden_size, build)
+        self.block = create(block, BlockParts(config, build, family.attention, mlp), last)
+        self.norm = block.make_norm(hf, build) if self.layout.normed else None
+        self.rotary = decoder.rotaries_of(config, build)[last]
+        self.weight_map = replace(
+            self.target.weight_map, prefixes=self.layout.names, only=self.layout.only, tied={},
+            ignored=(UNUSED,), media=None,
+        )  # fmt: skip
+
+    def forward(
+        self, next_ids: torch.Tensor, hidden: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """The tokens that follow, and states: → the block's output, [num_tokens, hidden_size]"""
+        model = self.target.model
+        embedded = model.embed_tokens(next_ids, factor=1.0 if model.scale is None else model.scale)
+        if self.layout.zero_first:
+            embedded = embedded.masked_fill(context.positions[:, None] == 0, 0.0)
+        halves = [self.enorm(embedded), self.hnorm(hidden)]
+        if self.layout.hidden_first:
+            halves.reverse()
+        out: torch.Tensor = self.block(
+            self.eh_proj(torch.cat(halves, dim=-1)), self.rotary, context
+        )
+        context.shared.clear()
+        return out
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] → [num_rows, vocab_size]"""
+        head, factor = self.target.output_embeddings, self.target.logits_factor
+        logits: torch.Tensor = head.logits(hidden, norm=self.norm, factor=factor)
+        return logits
+
+    def recycled(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = self.norm is not None and self.layout.recycles == "normed"
+        out: torch.Tensor = self.norm(hidden) if normed else hidden  # type: ignore[misc]
+        return out
+
+
+class Mtp(Eagle):
+    checkpoint: ClassVar[Literal["draft", "target"]] = "target"  # type: ignore[assignment]
+
+    @classmethod
+    def recognizes(cls, config: Mapping[str, Any]) -> int:
+        return 0
+
+    @classmethod
+    def default_drafts(cls, config: Mapping[str, Any]) -> int | None:
+        return num_layers(config) or None
+
+    @classmethod
+    def overrides(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {}
+
+    @classmethod
+    def needs(cls, site: DraftSite) -> SpeculatorNeeds:
+        name = site.target_config.architecture
+        if name not in LAYOUTS or not isinstance(site.target, CausalLM):
+            raise ConfigError(
+                f"{FIELD}: mtp serves no {name}; it serves {', '.join(sorted(LAYOUTS))}",
+                param=FIELD,
+            )
+        layout = LAYOUTS[name].at(site.target_config.num_layers)
+        if layout.recycles is None and site.num_drafts > 1:
+            raise ConfigError(
+                f"{FIELD}: {name} was trained to predict one token further; set "
+                f"num_speculative_tokens to 1, not {site.num_drafts}",
+                param=FIELD,
+            )
+        config = site.draft_config
+        assert config is not None, "the target has one"
+        settings = config.quantization_config
+        if settings is not None:
+            settings = with_texts(settings, lambda text: _own_name(text, layout))
+        head = site.load(
+            replace(config, quantization_config=settings),
+            type("Head", (MtpHead,), {
+                "target": site.target, "layout": layout,
+                "tensor_parallel": bool(getattr(site.target, "tensor_parallel", False)),
+            }),
+        )  # fmt: skip
+        return SpeculatorNeeds(model=head, hidden=True)
+
+    def recycled(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._head.recycled(hidden)
+        return out
+
+
+def num_layers(config: Mapping[str, Any]) -> int:
+    """Return how many such layers a config.json says that its checkpoint has."""
+    inner = config.get("text_config")
+    for fields in (config, inner if isinstance(inner, dict) else {}):
+        for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+            if isinstance(count := fields.get(name), int):
+                return count
+    return 0
+
+
+def _own_name(text: str, layout: Layout) -> str:
+    old = next((old for old in layout.names if text.startswith(old)), None)
+    return text if old is None else layout.names[old] + text[len(old) :]

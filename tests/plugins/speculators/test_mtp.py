@@ -1,0 +1,215 @@
+"""Layers of the served checkpoint that predict further tokens, beside blocks of `transformers`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from drafted import check_drafts, config_of, requests, serve
+from safetensors.torch import load_file, save_file
+
+from jackfield.core.errors import ConfigError
+
+from helpers import COMMON
+
+LATENT = {
+    "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "head_dim": 8, "num_key_value_heads": 4,
+}  # fmt: skip
+MIXTURE = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+ERNIE = {
+    "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 1, "moe_layer_end_index": 2, "moe_layer_interval": 1,
+    "use_bias": False,
+}  # fmt: skip
+LAYERS = 2
+
+
+class Case:
+    """A checkpoint with such a layer, and what `transformers` computes with it."""
+
+    hidden_first, zero_first, normed = False, True, True
+    recycles = "normed"
+
+    def __init__(self, folder: Path, family: str, architecture: str, sizes: dict[str, Any]) -> None:
+        """The layer is one more of the model's, renamed."""
+        torch.manual_seed(5)
+        config = getattr(transformers, f"{family}Config")(
+            **{**COMMON, "tie_word_embeddings": False, **sizes, "num_hidden_layers": LAYERS + 1,
+               "initializer_range": 0.3}
+        )  # fmt: skip
+        self.model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        for name, each in (*self.model.named_parameters(), *self.model.named_buffers()):
+            if "norm" in name or name.endswith("e_score_correction_bias"):
+                each.data.add_(0.2 * torch.randn_like(each))
+        self.model.save_pretrained(folder)
+        size = config.hidden_size
+        self.extra = {
+            "enorm": 1 + 0.3 * torch.randn(size), "hnorm": 1 + 0.3 * torch.randn(size),
+            "eh_proj": torch.randn(size, 2 * size) / size**0.5,
+            "norm": 1 + 0.3 * torch.randn(size),
+        }  # fmt: skip
+        self.layer = self.model.model.layers[LAYERS]
+        self.eps = config.rms_norm_eps
+        tensors = load_file(folder / "model.safetensors")
+        block = f"model.layers.{LAYERS}."
+        own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(block)}
+        tensors |= self.named({name.removeprefix(block): each for name, each in own.items()})
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        raw = json.loads((folder / "config.json").read_text())
+        raw |= {
+            "architectures": [architecture], "num_hidden_layers": LAYERS,
+            "num_nextn_predict_layers": 1,
+        }  # fmt: skip
+        for name in ("layer_types", "mlp_layer_types"):
+            if isinstance(raw.get(name), list):
+                raw[name] = raw[name][:LAYERS]
+        (folder / "config.json").write_text(json.dumps(raw))
+        self.folder = folder
+        self.model.model.layers = self.model.model.layers[:LAYERS]
+
+    def named(self, block: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The layer's tensors by their names in the checkpoint."""
+        raise NotImplementedError
+
+    def rms(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.extra[name]
+
+    @torch.no_grad()
+    def drafts(self, known: list[int], count: int) -> list[int]:
+        model = self.model
+        states = model.model(torch.tensor([known]), use_cache=False).last_hidden_state[0, :-1]
+        following, drafts = torch.tensor(known[1:]), []
+        for _ in range(count):
+            out = self.block(following, states)
+            normed = self.rms(out, "norm") if self.normed else out
+            drafts.append(int((normed[-1:] @ model.lm_head.weight.T).argmax()))
+            following = torch.cat((following, torch.tensor(drafts[-1:])))
+            recycled = out if self.recycles == "block" else normed
+            states = torch.cat((states, recycled[-1:]))
+        return drafts
+
+    def block(self, following: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        embedded = self.model.model.embed_tokens(following).clone()
+        if self.zero_first:
+            embedded[0] = 0.0
+        halves = [self.rms(embedded, "enorm"), self.rms(states, "hnorm")]
+        x = torch.cat(halves[::-1] if self.hidden_first else halves, -1) @ self.extra["eh_proj"].T
+        count = len(x)
+        places = torch.arange(count)[None]
+        mask = torch.full((1, 1, count, count), float("-inf")).triu(1)
+        out = self.layer(
+            x[None], attention_mask=mask, position_ids=places,
+            position_embeddings=self.model.model.rotary_emb(x[None], places),
+        )  # fmt: skip
+        return (out[0] if isinstance(out, tuple) else out)[0]
+
+
+class Deepseek(Case):
+    def named(self, block: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        names = {
+            "enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm",
+        }  # fmt: skip
+        own = {f"{names[name]}.weight": each for name, each in self.extra.items()}
+        weights = self.model.state_dict()
+        copies = {
+            "shared_head.head.weight": weights["lm_head.weight"].clone(),
+            "embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+        }
+        return {f"model.layers.{LAYERS}.{n}": t for n, t in (own | copies | block).items()}
+
+
+class Glm(Deepseek):
+    recycles = "block"
+
+
+class MiMo(Case):
+    hidden_first = True
+
+    def named(self, block: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        names = {
+            "enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj",
+            "norm": "final_layernorm",
+        }  # fmt: skip
+        own = {f"{names[name]}.weight": each for name, each in self.extra.items()}
+        return {f"model.mtp_layers.0.{n}": t for n, t in (own | block).items()}
+
+
+class Ernie(Case):
+    normed = False
+
+    def named(self, block: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        own = {
+            "model.mtp_emb_norm.0.weight": self.extra["enorm"],
+            "model.mtp_hidden_norm.0.weight": self.extra["hnorm"],
+            "model.mtp_linear_proj.0.weight": self.extra["eh_proj"],
+        }
+        return own | {f"model.mtp_block.0.{name}": tensor for name, tensor in block.items()}
+
+
+CASES: dict[str, Callable[[Path], Case]] = {
+    "DeepseekV3ForCausalLM": lambda folder: Deepseek(
+        folder, "DeepseekV3", "DeepseekV3ForCausalLM", {**MIXTURE, **LATENT}
+    ),
+    "Glm4MoeForCausalLM": lambda folder: Glm(
+        folder, "Glm4Moe", "Glm4MoeForCausalLM",
+        {**MIXTURE, "head_dim": 16, "use_qk_norm": True, "attention_bias": True,
+         "partial_rotary_factor": 0.5},
+    ),
+    "MiMoForCausalLM": lambda folder: MiMo(folder, "Qwen2", "MiMoForCausalLM", {}),
+    # The last of its layers has no experts.
+    "Ernie4_5_MoeForCausalLM": lambda folder: Ernie(
+        folder, "Ernie4_5_Moe", "Ernie4_5_MoeForCausalLM",
+        {**ERNIE, "moe_layer_end_index": LAYERS - 1, "head_dim": 16},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_the_layer_drafts_what_transformers_computes(name: str, tmp_path: Path) -> None:
+    case = CASES[name](tmp_path)
+    count = 1 if name.startswith(("MiMo", "Ernie")) else 3
+    speculative: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": count}
+    stats = await check_drafts(case.folder, speculative, case.drafts, asked=requests(7))
+    assert stats.spec_decode_num_draft_tokens > 0
+
+
+async def test_old_names_and_the_checkpoints_number_of_drafts(tmp_path: Path) -> None:
+    case = CASES["MiMoForCausalLM"](tmp_path)
+    config = config_of(case.folder, speculative_config={"method": "mimo_mtp"})
+    _, stats = await serve(config, requests(2))
+    assert set(stats.spec_decode_num_accepted_tokens_per_pos) == {0}
+
+
+async def test_what_mtp_does_not_serve_is_said(tmp_path: Path) -> None:
+    case = CASES["MiMoForCausalLM"](tmp_path)
+
+    async def refused(**speculative: Any) -> str:
+        config = config_of(case.folder, speculative_config={"method": "mtp", **speculative})
+        with pytest.raises(ConfigError) as error:
+            await serve(config, requests(1))
+        return error.value.message
+
+    assert "num_speculative_tokens to 1" in await refused(num_speculative_tokens=2)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.mtp_layers.0.input_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Exception, match=r"missing tensors: .*eh_proj"):
+        await refused()
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({**raw, "architectures": ["Qwen2ForCausalLM"]})
+    )
+    case.folder.joinpath("model.safetensors").unlink()
+    config = config_of(case.folder, load_format="dummy", speculative_config={"method": "mtp"})
+    with pytest.raises(ConfigError, match="mtp serves no Qwen2ForCausalLM"):
+        await serve(config, requests(1))
