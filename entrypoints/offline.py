@@ -32,6 +32,7 @@ from ..core.outputs import EngineStats, PoolingRequestOutput, RequestOutput
 from ..core.pooling_params import PoolingParams, PoolingTask
 from ..core.sampling_params import OutputKind, SamplingParams
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from .models.names import find_model
 from .scoring import score_all
 
 if TYPE_CHECKING:
@@ -54,8 +55,12 @@ class LLM:
     """An engine on an event loop of its own, in a thread of its own."""
 
     def __init__(self, model: str = "", **options: Any) -> None:
-        """`options`: fields of EngineConfig. Raises ConfigError, LoadError, OutOfMemory."""
-        config = EngineConfig.from_options({"model": model, **options})
+        """model: as for `jackfield serve`. options: fields of EngineConfig.
+
+        Raises ConfigError, LoadError, OutOfMemory.
+        """
+        named = find_model(model, options.get("download_dir"))
+        config = EngineConfig.from_options({"model": named.model, **options})
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="jackfield-loop", daemon=True

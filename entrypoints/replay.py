@@ -94,6 +94,7 @@ def _grammars(config: EngineConfig, model_config: ModelConfig, plugins: Plugins)
             revision=config.tokenizer_revision,
             formats=plugins["checkpoint_format"],
             mode=config.tokenizer_mode,
+            download_dir=config.download_dir,
         )
     bind_parsers(config, model_config, plugins)
     return Grammars(plugins, config, tokenizer, model_config.vocab_size, model_config.eos_token_ids)

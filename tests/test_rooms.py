@@ -21,6 +21,7 @@ ROOT = Path(jackfield.__file__).resolve().parent
 FACES = ("core/text/parsing.py", "core/types.py", "entrypoints/openai/server.py")
 """Public paths that only re-export what is elsewhere: nothing inside the package needs them."""
 FLOORS = (
+    ("entrypoints/models",),
     ("entrypoints/flags",),
     ("entrypoints/http",),
     ("entrypoints/openai/common",),

@@ -23,6 +23,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: Annotated[str | None, doc("Tokenizer path or name; default: the model's.")] = None
     revision: Annotated[str | None, doc("Hub revision of the checkpoint.")] = None
     tokenizer_revision: Annotated[str | None, doc("Hub revision of the tokenizer.")] = None
+    download_dir: Annotated[
+        str | None,
+        doc("Folder of what is fetched by name, instead of the hub's cache (HF_HUB_CACHE)."),
+    ] = None
     served_model_name: Annotated[
         tuple[Name, ...], doc("Names the server answers to; default: the value of model.")
     ] = ()

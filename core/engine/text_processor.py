@@ -77,6 +77,7 @@ class TextProcessor:
             chat_template=config.chat_template,
             formats=plugins["checkpoint_format"],
             mode=config.tokenizer_mode,
+            download_dir=config.download_dir,
         )
         if self.tokenizer.chat_templates:
             try:

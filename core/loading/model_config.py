@@ -28,6 +28,7 @@ from .generation_config import (
     read_generation_config,
     sampling_defaults,
 )
+from .hub import CHECKPOINT_FILES, fetch_snapshot
 from .json_file import read_object, with_texts
 from .text_part import inner_name, text_config
 
@@ -40,7 +41,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 COMMON = (SHARED.keys() | SOMETIMES | ALIASES) - {"head_dim"}
 """Fields that code for many families reads, whether or not a family has them. Models of
 `transformers` read head_dim, too, but for those whose class here has it in `ignored_fields`."""
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
     """Read config.json, or a checkpoint format's file, perhaps with a configuration class of
     `plugins`. Raises LoadError (no checkpoint), ConfigError.
     """
-    folder = checkpoint_folder(config.model, config.revision)
+    folder = checkpoint_folder(config.model, config.revision, config.download_dir)
     file, raw, load_format = _read_file(folder, config, plugins)
     hf_config, text_part_of, whole_config = _read_config(
         file, raw | (config.hf_overrides or {}), plugins
@@ -172,8 +172,10 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
     )
 
 
-def checkpoint_folder(model: str, revision: str | None = None) -> Path:
-    """Return the folder of a path, a cached hub name, or the embedded model (empty)."""
+def checkpoint_folder(
+    model: str, revision: str | None = None, download_dir: str | None = None
+) -> Path:
+    """Return the folder of a path, a hub name, which is fetched, or the embedded model (empty)."""
     if not model:
         if not (EMBEDDED_MODEL / "config.json").is_file():
             raise LoadError("the embedded model is missing from this installation", param="model")
@@ -192,9 +194,9 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
             param="model",
         )
     try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model, revision=revision, allow_patterns=HUB_PATTERNS))
+        return fetch_snapshot(model, revision, CHECKPOINT_FILES, download_dir=download_dir)
+    except LoadError:
+        raise
     except Exception as error:
         raise CheckpointNotFound(
             f"model: {model!r} is no folder here and cannot be fetched from the hub "

@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from ..errors import CheckpointNotFound, InvalidRequest, LoadError, shown
+from ..loading.hub import TOKENIZER_FILES, fetch_snapshot
 from ..loading.json_file import check_fetched
 from ..loading.transformers_module import transformers_module
 from ..registration.checkpoint_formats import AUTO, tokenizer_format
@@ -31,15 +32,6 @@ from .tokenizer_files import (
     template_text,
 )
 
-_FILES = [
-    "*.json",
-    "tokenizer.model",
-    "*.tiktoken",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
-    "additional_chat_templates/*",
-]
 _MARKUP = frozenset("<>[]|｜{}")
 _LOSSY_CHARACTERS = 256
 
@@ -96,6 +88,7 @@ class Tokenizer:
         chat_template: str | None = None,
         formats: Registry[Any] | None = None,
         mode: str = AUTO,
+        download_dir: str | None = None,
     ) -> Tokenizer:
         """Load the tokenizer of a checkpoint folder, or of a hub name.
 
@@ -108,7 +101,7 @@ class Tokenizer:
         """
         folder = Path(path)
         if not folder.is_dir():
-            folder = _download(path, revision)
+            folder = _download(path, revision, download_dir)
         if formats is not None and (name := tokenizer_format(formats, mode, folder)) is not None:
             templates = format_templates(formats, name, folder, chat_template)
             with formats.calling(name, "read_tokenizer"):
@@ -399,11 +392,11 @@ def _without_surrogates(text: str) -> str:
 # ---------------------------------------------------------------- reading a checkpoint's files
 
 
-def _download(name: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-
+def _download(name: str, revision: str | None, download_dir: str | None) -> Path:
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
+        return fetch_snapshot(name, revision, TOKENIZER_FILES, download_dir=download_dir)
+    except LoadError:
+        raise
     except Exception as error:
         raise CheckpointNotFound(
             f"tokenizer: {name!r} is no folder here, and cannot be fetched from the hub: {error}",

@@ -50,6 +50,30 @@ def _convert(argv: list[str]) -> int:
     return run(argv)
 
 
+def _pull(argv: list[str]) -> int:
+    from .models import run_pull
+
+    return run_pull(argv)
+
+
+def _list(argv: list[str]) -> int:
+    from .models import run_list
+
+    return run_list(argv)
+
+
+def _rm(argv: list[str]) -> int:
+    from .models import run_rm
+
+    return run_rm(argv)
+
+
+def _alias(argv: list[str]) -> int:
+    from .models import run_alias
+
+    return run_alias(argv)
+
+
 def _keys(argv: list[str]) -> int:
     from .keys import run
 
@@ -93,6 +117,10 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "top": (_top, "watch a running server"),
     "run-batch": (_run_batch, "answer a file of requests, without a server"),
     "convert": (_convert, "write a checkpoint divided among ranks, for faster starts"),
+    "pull": (_pull, "fetch a model by its name"),
+    "list": (_list, "list the models that were fetched, and aliases"),
+    "rm": (_rm, "remove models that were fetched, or aliases"),
+    "alias": (_alias, "give a model a name of one's own"),
     "keys": (_keys, "create API keys with names and limits for a server"),
     "lora": (_lora, "look at an adapter before it is served"),
     "bench": (_bench, "measure speed, here and against others"),

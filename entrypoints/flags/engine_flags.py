@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import os
 import re
 import sys
 import types
@@ -17,6 +18,7 @@ import msgspec
 from ...core.config import EngineConfig
 from ...core.errors import ConfigError, PluginError
 from ...core.registration.plugin_options import with_option
+from ..models.names import find_model
 from ..stdout import reader_left
 from .parser import Parser
 from .values import json_value, number_or, scaled_number
@@ -60,6 +62,23 @@ def add_no_plugin(group: Any) -> None:
     )
 
 
+def add_hf_token(group: Any) -> None:
+    group.add_argument(
+        "--hf-token",
+        nargs="?",
+        const="",
+        metavar="TOKEN",
+        help="the hub's token, as in the variable HF_TOKEN, which other users of this machine "
+        "cannot see; without a value, the one that `hf auth login` has stored",
+    )
+
+
+def set_hf_token(args: argparse.Namespace) -> None:
+    """Set the variable that `huggingface_hub` reads, here and in the processes that are started."""
+    if getattr(args, "hf_token", None):
+        os.environ["HF_TOKEN"] = args.hf_token
+
+
 def add_engine_options(parser: Parser, only: Collection[str] | None = None) -> None:
     """Add a flag per field of EngineConfig except `model`, or per field in `only`, and
     `--no-plugin` and `--plugin-option`; each class of options is a group.
@@ -74,6 +93,8 @@ def add_engine_options(parser: Parser, only: Collection[str] | None = None) -> N
         group = parser.add_argument_group(_title(kind.__name__), _first_sentence(kind))
         if kind is EngineConfig:
             _add_plugin_options(group)
+            if only is None:
+                add_hf_token(group)
         for name in filter(names.__contains__, kind.__struct_fields__):
             base, text = _unpack(hints[name])
             default = getattr(EngineConfig(), name)
@@ -178,11 +199,17 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
+def engine_config(args: argparse.Namespace, model: str, *, fetch: bool = True) -> EngineConfig:
+    """Return the configuration of a model by its name; fetch: copy it from an object store, if it
+    is there. Raises ConfigError, LoadError.
+    """
     options = engine_options(args)
-    if not model:
-        options.setdefault("served_model_name", ("jackfield-tiny",))
-    return EngineConfig.from_options({"model": model, **options})
+    set_hf_token(args)
+    named = find_model(model, options.get("download_dir"), fetch=fetch)
+    name = named.name if model else "jackfield-tiny"
+    if name is not None:
+        options.setdefault("served_model_name", (name,))
+    return EngineConfig.from_options({"model": named.model, **options})
 
 
 def fail(error: Exception) -> int:
@@ -213,7 +240,7 @@ def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return patterns of the option at a message's beginning, and of others in it."""
     parser = Parser(add_help=False)
     add_engine_options(parser)
-    dests = {action.dest for action in parser._actions} - {"plugin_option", "no_plugin"}
+    dests = {action.dest for action in parser._actions} - {"plugin_option", "no_plugin", "hf_token"}
     names = sorted(dests, key=len, reverse=True)  # The whole of a.b, before a.
     every = "|".join(map(re.escape, names))
     unmistakable = "|".join(re.escape(name) for name in names if "_" in name)

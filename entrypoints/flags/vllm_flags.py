@@ -163,8 +163,6 @@ MISSING: dict[str, str] = {
     ),
     "--expert-placement-strategy": "ranks hold neighbours; --enable-eplb moves experts by load",
     "--cpu-offload-gb": "weights stay on the device; see --quantization",
-    "--download-dir": "set the variable HF_HUB_CACHE",
-    "--hf-token": "set the variable HF_TOKEN",
     "--kv-events-config": "KV events are not published yet",
     "--middleware": "a plugin adds routes and middleware: register_routes",
     "--override-pooler-config": "see --pooler-config",

@@ -78,7 +78,7 @@ def _problem(parser: Parser, words: list[str]) -> str:
         return problem
     args = parser.parse_args(words)
     try:
-        config = engine_config(args, args.model_flag or args.model)
+        config = engine_config(args, args.model_flag or args.model, fetch=False)
         load_plugins(disable=config.disable_plugins)
     except (ConfigError, PluginError) as error:
         return with_flags(str(error))

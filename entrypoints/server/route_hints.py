@@ -20,7 +20,7 @@ def hint(request: web.Request) -> str:
     if path.startswith(BATCH_ROUTES) and request.app[OPTIONS].batches is None:
         return " (the server was started without --batch-dir)"
     if path.startswith(MODEL_ROUTES):
-        return " (this server has one model, from its start to its end)"
+        return " (this server has one model; jackfield pull fetches others)"
     routes = [
         resource.canonical
         for resource in request.app.router.resources()

@@ -226,7 +226,7 @@ def check_tool_parser(config: EngineConfig) -> None:
 
     name = config.tool_call_parser
     if name is None:
-        folder = checkpoint_folder(config.model, config.revision)
+        folder = checkpoint_folder(config.model, config.revision, config.download_dir)
         name = read_dialects(folder).tool_call_parser
     if name in (None, NONE):
         raise ConfigError(

@@ -64,8 +64,9 @@ NOT_FROM_THERE = ("it must be a folder here, or a name on the Hugging Face hub",
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ("s3://bucket/model", NOT_FROM_THERE),
-        ("gs://bucket/model", NOT_FROM_THERE),
+        ("s3://bucket/model", ("has not been fetched, and HF_HUB_OFFLINE is set",)),
+        ("gs://bucket/model", ("has not been fetched, and HF_HUB_OFFLINE is set",)),
+        ("s3://bucket/../model", ("is not the address of a folder",)),
         ("https://example.com/owner/name", NOT_FROM_THERE),
         ("https://huggingface.co/owner/name/blob/main/x.gguf", NOT_FROM_THERE),
         ("https://huggingface.co/owner", NOT_FROM_THERE),

@@ -412,7 +412,7 @@ def test_clients_see_that_a_server_runs(server: Server, scripted: Server) -> Non
         ("generate", {"prompt": "a", "raw": True, "system": "b"}, 400, "system: needs raw=false"),
         ("generate", {"prompt": "word " * 900, "raw": True}, 400, "prompt: "),
         ("generate", {"prompt": "word " * 900, "truncate": False}, 400, "prompt: "),
-        ("copy", {}, 404, "POST /api/copy: Not Found (this server has one model"),
+        ("copy", {}, 404, "POST /api/copy: Not Found (this server has one model; "),
     ],
 )  # fmt: skip
 def test_errors_are_ollama_s(server: Server, route: str, body: Any, status: int, says: str) -> None:
