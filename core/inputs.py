@@ -27,6 +27,13 @@ class TokensPrompt(TypedDict):
     """As `TextPrompt`; each item has one placeholder among the ids."""
 
 
+class EmbedsPrompt(TypedDict):
+    """A prompt given as embeddings (`enable_prompt_embeds`)."""
+
+    prompt_embeds: Any
+    """A tensor [num_tokens, hidden_size], or what torch.save wrote of one, as bytes or base64."""
+
+
 SinglePrompt: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
 
 
@@ -40,7 +47,7 @@ class EncoderDecoderPrompt(TypedDict):
     None: what the model's configuration says."""
 
 
-Prompt: TypeAlias = SinglePrompt | EncoderDecoderPrompt
+Prompt: TypeAlias = SinglePrompt | EncoderDecoderPrompt | EmbedsPrompt
 ChatMessage: TypeAlias = dict[str, Any]
 
 

@@ -24,6 +24,7 @@ def check_compatible(config: EngineConfig) -> None:
     _check_parallel(config)
     check_exclusions(active_capabilities(config))
     _check_cache_size(config)
+    _check_prompt_embeds(config)
     _check_kv_transfer(config)
     _check_compression(config)
     _check_prompt_length(config)
@@ -90,6 +91,21 @@ def _check_cache_size(config: EngineConfig) -> None:
             "(num_gpu_blocks_override); leave one of them out",
             param="kv_cache_memory_bytes",
         )
+
+
+def _check_prompt_embeds(config: EngineConfig) -> None:
+    if not config.enable_prompt_embeds:
+        return
+    for field, is_on, why in (
+        ("pipeline_parallel_size", config.pipeline_parallel_size > 1,
+         "later stages do not know where embeddings stand"),
+        ("record_steps", config.record_steps is not None, "a recording has no embeddings"),
+    ):  # fmt: skip
+        if is_on:
+            raise ConfigError(
+                f"enable_prompt_embeds: does not go with {field}: {why}; leave one of them out",
+                param="enable_prompt_embeds",
+            )
 
 
 def _check_kv_transfer(config: EngineConfig) -> None:

@@ -46,6 +46,14 @@ class MediaOptions(AdapterOptions, frozen=True, kw_only=True):
         ),
     ] = ()
 
+    enable_prompt_embeds: Annotated[
+        bool,
+        doc(
+            "Let prompts be embeddings in place of text or token ids (prompt_embeds), which only "
+            "trusted clients should send: they are what no text gives."
+        ),
+    ] = False
+
     def media_limit(self, modality: str) -> int:
         """Return how many items of a modality a prompt may have."""
         if self.language_model_only:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import uuid
 from collections.abc import Mapping, Sequence
 from contextvars import copy_context
@@ -12,13 +13,14 @@ from ..errors import InvalidRequest, shown
 from ..inputs import ChatMessage, Prompt
 from ..lora_request import AdapterRef
 from ..media.media_input import MediaInput
+from ..media.prompt_embeds import FIELD, embeds_items
 from ..media.sources import MediaSource, of_prompt, split
 from ..pooling_params import PoolingParams
 from ..registration.extra_args import ExtraArgs
 from ..registry import Plugins
 from ..request import GrammarRequest
 from ..sampling_params import MAX_NAME_LENGTH, SamplingParams
-from ..text.token_limit import TokenLimit
+from ..text.token_limit import LONG_TEXT, TokenLimit
 from .admission import Admission, PreparedPrompt, request_limits
 from .core_client import CoreClient
 from .pooling import PoolingAdmission, PoolingPrompt, PoolingState
@@ -78,6 +80,9 @@ class RequestEntry:
     ) -> RequestState:
         sampling = self._sampling(params)
         envelope = self._open(envelope)
+        if isinstance(prompt, Mapping) and prompt.get(FIELD) is not None:
+            prepared = await self._of_embeds(prompt, sampling)
+            return await self._add(prepared, sampling, envelope, GrammarRequest(chat=False))
         prompt, sources = self._without_media(prompt)
         prepared = await self.admission.prepare(prompt, sampling)
         if sources:
@@ -116,6 +121,27 @@ class RequestEntry:
             return token_ids
         assert self.media is not None, "there are none without"
         return self.media.placed(token_ids, await self.media.contents(sources), "messages")[0]
+
+    async def _of_embeds(self, prompt: Mapping[str, Any], params: SamplingParams) -> PreparedPrompt:
+        """Prepare a prompt of embeddings. Raises InvalidRequest, EngineOverloaded."""
+        config, model_config = self.core.config, self.core.model_config
+        if not config.enable_prompt_embeds:
+            raise InvalidRequest(
+                f"{FIELD}: this engine takes texts and token ids (enable_prompt_embeds)",
+                param=FIELD,
+            )
+        for name in ("prompt_logprobs", "truncate_prompt_tokens"):
+            if getattr(params, name) is not None:
+                raise InvalidRequest(f"{name}: a prompt of embeddings has no tokens", param=name)
+        if set(prompt) - {FIELD, "prompt"}:
+            raise InvalidRequest(f"prompt: gives {FIELD}, and nothing beside it", param="prompt")
+        value = prompt[FIELD]
+        read = functools.partial(
+            embeds_items, value, model_config.hidden_size, model_config.max_model_len - 1
+        )
+        size = len(value) if isinstance(value, str | bytes) else LONG_TEXT
+        token_ids, items = await self.texts.run(size, read)
+        return self.admission.place(PreparedPrompt(prompt.get("prompt"), []), token_ids, items)
 
     # ------------------------------------------------------------ media
 

@@ -92,6 +92,7 @@ def resolve_runner(
     model = registry.load(registered_name(registry, config, name, model_type))
     model_config = resolve_source(config, resolve_pooling(config, model_config, model), model)
     model_config = resolve_media(config, model_config, model, plugins)
+    _check_prompt_embeds(config, model_config, model)
     pooling = model_config.pooling
     if pooling is not None and config.kv_transfer_config is not None:
         raise ConfigError(
@@ -190,6 +191,24 @@ def resolve_source(config: EngineConfig, model_config: ModelConfig, model: Any) 
     return dataclasses.replace(
         model_config, source=SourceConfig(start, token("forced_bos_token_id"), words, audio)
     )
+
+
+def _check_prompt_embeds(config: EngineConfig, model_config: ModelConfig, model: Any) -> None:
+    """Raise ConfigError where prompts may be embeddings, and this model cannot take them."""
+    if not config.enable_prompt_embeds:
+        return
+    reason = None
+    if model_config.pooling is not None:
+        reason = "its states are pooled"
+    elif model_config.media is not None:
+        reason = "it reads pictures, and embeddings do not go beside them yet; language_model_only"
+    elif not getattr(model, "takes_media", False):
+        reason = "it takes no embeddings in place of tokens"
+    if reason is not None:
+        raise ConfigError(
+            f"enable_prompt_embeds: {model_config.architecture} cannot: {reason}",
+            param="enable_prompt_embeds",
+        )
 
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")

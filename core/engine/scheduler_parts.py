@@ -62,15 +62,16 @@ def scheduler_parts(
         parts.append(States)
     if encoder_decoder.NAME in info.parts:
         parts.append(EncoderDecoder.maker(max_model_len))
-    if media_config is not None:
+    if media_config is not None or config.enable_prompt_embeds:
         if media.NAME not in info.parts:
             raise ConfigError(
                 f"executor: {config.executor!r} encodes no media; serve text alone with "
-                "language_model_only",
+                "language_model_only, and without enable_prompt_embeds",
                 param="executor",
             )
         assert config.max_num_batched_tokens is not None
-        parts.append(Media.maker(config.max_num_batched_tokens, media_config.whole_spans))
+        whole_spans = media_config is not None and media_config.whole_spans
+        parts.append(Media.maker(config.max_num_batched_tokens, whole_spans))
     check_exclusions(active_capabilities(config), excluded_by(plugins, config))
     for name, (part_class, setup) in active_parts(plugins, config).items():
         if _has_scheduler_half(part_class):

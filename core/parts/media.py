@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NAME = "media"
+PROMPT_EMBEDS = "prompt_embeds"
+"""Name of the tensor of an item that is given as the rows that an encoder would return."""
 
 
 class MediaTensor(msgspec.Struct, frozen=True, gc=False):

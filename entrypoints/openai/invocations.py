@@ -32,6 +32,7 @@ class InvocationRequest(msgspec.Struct):
 
     messages: Any = None
     prompt: Any = None
+    prompt_embeds: Any = None
     input: Any = None
     query: Any = None
     text_1: Any = None
@@ -68,7 +69,7 @@ def route_of(engine: AsyncEngine, given: Collection[str]) -> Handler:
     if "generate" in tasks:
         if "messages" in given:
             return chat_completions
-        if "prompt" in given:
+        if not {"prompt", "prompt_embeds"}.isdisjoint(given):
             return completions
     elif not {"input", "messages"}.isdisjoint(given):
         return next((route for task, route in POOLED.items() if task in tasks), pooling)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...nn.media import MediaContext, MediaRows, RopePositions
-from ...parts.media import NAME, EncodeMedia, MediaPlan, PlacedItem, SlotMedia
+from ...parts.media import NAME, PROMPT_EMBEDS, EncodeMedia, MediaPlan, PlacedItem, SlotMedia
 from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
 from ..batch import PersistentBatch, StepInputs
 from ..launched_step import LaunchedStep
@@ -26,7 +26,7 @@ class MediaStart(PartStart):
 
     def __init__(self, start: StartContext) -> None:
         self._start = start
-        self._encoder: Any = start.model.media
+        self._encoder: Any = getattr(start.model, "media", NoEncoder())
         width = (1 + self._encoder.num_levels) * start.model_config.hidden_size
         rows = start.config.max_num_batched_tokens
         assert rows is not None
@@ -35,6 +35,16 @@ class MediaStart(PartStart):
     def make(self, site: PartSite) -> Media:
         config = self._start.model_config
         return Media(self._encoder, site.batch, config.hidden_size, config.dtype)
+
+
+class NoEncoder:
+    """Of a model that reads text, and embeddings that are given."""
+
+    num_levels = 0
+    rope = None
+
+    def encode(self, items: Sequence[Any]) -> Sequence[torch.Tensor]:
+        raise ValueError("this model has no encoder")
 
 
 class _Slot:
@@ -129,6 +139,8 @@ class Media(WorkerPart):
             ).view(tensor.shape).to(self._batch.device, non_blocking=True)
             for name, tensor in item.tensors.items()
         }  # fmt: skip
+        if (given := tensors.get(PROMPT_EMBEDS)) is not None:
+            return given.to(self._dtype)
         [rows] = self._encoder.encode([tensors])
         if rows.shape != (item.num_rows, self._width):
             raise ValueError(

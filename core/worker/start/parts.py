@@ -36,7 +36,7 @@ def start_parts(start: StartContext, notify: Callable[[], None]) -> list[PartSta
     brought = {
         states.NAME: bool(state_layers(start.model)),
         encoder_decoder.NAME: bool(source_attention(start.model)),
-        media.NAME: start.model_config.media is not None,
+        media.NAME: start.model_config.media is not None or config.enable_prompt_embeds,
     }
     by_model = [name for name, has in brought.items() if has]
     check_exclusions([*active_capabilities(config), *by_model], excluded_by(start.plugins, config))

@@ -15,6 +15,7 @@ import msgspec
 
 from ....core.engine.async_engine import AsyncEngine
 from ....core.errors import InvalidRequest, shown
+from ....core.inputs import EmbedsPrompt
 from ....core.loading.generation_config import SamplingDefaults
 from ....core.sampling_params import OutputKind, SamplingParams, all_ints, kv_compression_from
 from ...beam_search import BeamSearch, BeamSearchParams
@@ -38,7 +39,7 @@ UNSUPPORTED = {
     "use_beam_search": "POST /v1/completions and /v1/chat/completions search",
     "chat_template": "only POST /v1/chat/completions takes one",
     "documents": "only POST /v1/chat/completions takes them",
-    "prompt_embeds": "send text or token ids",
+    "prompt_embeds": "POST /v1/completions takes them",
     "moderation": "there is no model that moderates",
     "logits_processors": "requests cannot contain code",
     "mm_processor_kwargs": "this server's models read text",
@@ -259,12 +260,30 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     """POST /v1/completions"""
 
     prompt: str | list[Any] | None = None
+    prompt_embeds: str | list[str] | None = None
+    """Prompts as embeddings, before those of `prompt`: base64 of what torch.save writes."""
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
     add_special_tokens: bool = True
 
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[str | list[int] | EmbedsPrompt]:
+        """Return the prompts; those of embeddings are first."""
+        embeds = self.prompt_embeds or []
+        embeds = [embeds] if isinstance(embeds, str) else embeds
+        for name in ("echo", "prompt_logprobs", "truncate_prompt_tokens", "use_beam_search"):
+            if embeds and getattr(self, name) not in (None, False):
+                raise InvalidRequest(f"{name}: not together with prompt_embeds", param=name)
+        given: list[str | list[int] | EmbedsPrompt] = [{"prompt_embeds": one} for one in embeds]
+        if len(given) > MAX_PROMPTS:
+            raise InvalidRequest(
+                f"prompt_embeds: at most {MAX_PROMPTS} at once", param="prompt_embeds"
+            )
+        if given and self.prompt in (None, "", []):
+            return given
+        return given + self._prompts_of_tokens()
+
+    def _prompts_of_tokens(self) -> list[Any]:
         prompt = self.prompt
         if prompt is None or prompt == []:
             raise InvalidRequest("prompt: must not be empty", param="prompt")

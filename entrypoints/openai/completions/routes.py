@@ -12,6 +12,7 @@ from aiohttp import web
 from ....core.engine.async_engine import AsyncEngine
 from ....core.engine.output_stream import OutputStream
 from ....core.errors import InvalidRequest
+from ....core.inputs import EmbedsPrompt
 from ....core.outputs import CompletionOutput, KVCompressionUsage, PositionLogprobs, RequestOutput
 from ....core.sampling_params import SamplingParams
 from ...http.auth.origin import EngineOptions
@@ -84,8 +85,8 @@ class TextCompletion:
         self.request = request
         self.model = model
         self.prompts = request.prompts()
-        self.token_ids: list[list[int]] = []
-        """Each prompt's ids, set by `tokenize`."""
+        self.token_ids: list[list[int] | EmbedsPrompt] = []
+        """Each prompt's ids, set by `tokenize`; or its embeddings."""
         self.id = new_id("cmpl", request.request_id)
         self.created = int(time.time())
         if request.best_of is not None and request.best_of != (request.n or 1):
@@ -122,7 +123,8 @@ class TextCompletion:
             )
         token_ids = iter(encoded_texts)
         self.token_ids = [next(token_ids) if isinstance(p, str) else p for p in self.prompts]
-        self.engine.check_num_logprobs([len(ids) for ids in self.token_ids], self.params)
+        lengths = [0 if isinstance(ids, dict) else len(ids) for ids in self.token_ids]
+        self.engine.check_num_logprobs(lengths, self.params)
 
     def streams(self) -> list[OutputStream]:
         return [
@@ -134,6 +136,7 @@ class TextCompletion:
         return [
             self.request.beam_search(self.engine, token_ids, self.params, options).outputs()
             for token_ids, options in zip(self.token_ids, self._engine_options(), strict=True)
+            if not isinstance(token_ids, dict)
         ]
 
     def _engine_options(self) -> list[EngineOptions]:
