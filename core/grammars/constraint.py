@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import copy
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +25,17 @@ class EndTokenBits(NamedTuple):
     """[count] int64, words with end tokens"""
     others: np.ndarray
     """[count] int32, other tokens' bits in these words"""
+
+
+class _Mark(NamedTuple):
+    """A constraint's state before drafts."""
+
+    parser: Any
+    opening_ids: tuple[int, ...] | None
+    decoded: tuple[bytes, int]
+    ended: bool
+    num_output: int
+    num_accepted: int
 
 
 class Constraint:
@@ -62,6 +75,11 @@ class Constraint:
         self.failure: str | None = None
         self.failed_param: str | None = None
         """The request's faulty field, or None."""
+        self.drafts: Sequence[int] = ()
+        """Tokens proposed to come next."""
+        self._num_accepted = 0
+        """Tokens that the matcher has accepted."""
+        self._mark: _Mark | None = None
         try:
             self.matcher = compiled.grammar.matcher()
         except BaseException as error:
@@ -96,6 +114,7 @@ class Constraint:
         """Record the matcher's result for a token, instead of `advance` if `in_grammar`."""
         self._num_output += 1
         if result is True:
+            self._num_accepted += 1
             self.ended = token_id in self._eos
         else:
             self._fail(result or ValueError(f"the grammar does not allow token {token_id}"))
@@ -125,12 +144,56 @@ class Constraint:
             assert self.matcher is not None
             if not self.matcher.accept([token_id]):
                 raise ValueError(f"the reasoning ended with {text!r}, which the grammar forbids")
+            self._num_accepted += 1
 
     def _accept(self, token_id: int) -> None:
         assert self.matcher is not None
         if not self.matcher.accept([token_id]):
             raise ValueError(f"the grammar does not allow token {token_id}")
+        self._num_accepted += 1
         self.ended = token_id in self._eos
+
+    # ------------------------------------------------------------ drafts
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether drafts can be followed and taken back."""
+        return hasattr(self.matcher, "rollback")
+
+    def mark(self) -> bool:
+        """Remember the state, before drafts are followed; False, unchanged, if that is not
+        possible.
+        """
+        if self.failure is not None or not self.goes_back:
+            return False
+        try:
+            parser = copy.deepcopy(self._parser)
+        except Exception:  # A plugin's parser may hold anything.
+            return False
+        self._mark = _Mark(
+            self._parser, self._opening_ids, self._decoder.getstate(), self.ended,
+            self._num_output, self._num_accepted,
+        )  # fmt: skip
+        self._parser = parser
+        return True
+
+    def go_back(self) -> None:
+        """Return to the state of `mark`, whatever has happened since."""
+        assert self._mark is not None, "nothing was marked"
+        mark, self._mark = self._mark, None
+        followed = self._num_accepted - mark.num_accepted
+        self._parser, self._opening_ids = mark.parser, mark.opening_ids
+        self._decoder.setstate(mark.decoded)
+        self._num_output, self._num_accepted = mark.num_output, mark.num_accepted
+        self.ended, self.failure, self.failed_param = mark.ended, None, None
+        if not followed:
+            return
+        try:
+            self.matcher.rollback(followed)  # type: ignore[union-attr]
+        except BaseException as error:
+            self._fail(error)
+
+    # ------------------------------------------------------------ masks
 
     def _fail(self, error: BaseException) -> None:
         """Fail only this request; Rust panics are no `Exception`."""
@@ -189,6 +252,11 @@ class Constraint:
         """Fail a request whose row allows no token."""
         self._fail_for("the grammar led to a dead end: no token may come next")
         row.fill(ANY)
+
+
+def allows(row: np.ndarray, token_id: int) -> bool:
+    """Whether a row of a bitmask allows a token."""
+    return bool(int(row[token_id >> 5]) >> (token_id & 31) & 1)
 
 
 def mask_ends(ends: EndTokenBits, bits: np.ndarray, rows: list[int]) -> None:

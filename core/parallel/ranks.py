@@ -157,15 +157,17 @@ class Pipeline:
         which may wait for the other side: all ranks go through the links in one order."""
         import torch
 
-        for stage in range(self.size):
-            number = torch.zeros(1, device=device)
-            last = stage == self.size - 1
+        number = torch.zeros(1, device=device)
+        for stage in range(self.size - 1):
             if self.stage == stage:
-                (self.send_tokens if last else self.send_hidden)(number)
-            if last and self.first:
-                self.receive_tokens(number).wait()
+                self.send_hidden(number)
             elif self.stage == stage + 1:
                 self.receive_hidden(number).wait()
+        for stage in range(self.size - 1):
+            if self.last:
+                self.send_tokens(number, stage)
+            elif self.stage == stage:
+                self.receive_tokens(number).wait()
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
         """Send what this stage has computed to the next one: [num_tokens, width]."""
@@ -177,15 +179,17 @@ class Pipeline:
         assert self.world is not None and not self.first, "there is a stage before"
         return self.world.receive(into, self.world.rank + self.tensor_size)
 
-    def send_tokens(self, tokens: torch.Tensor) -> None:
-        """Send the tokens that the last stage has sampled to the first: [num_tokens]."""
+    def send_tokens(self, tokens: torch.Tensor, stage: int = 0) -> None:
+        """Send the tokens that the last stage has sampled to another, the first by default: [any
+        shape]."""
         assert self.world is not None and self.last, "the last stage samples"
-        self.world.send(tokens, self.world.rank + (self.size - 1) * self.tensor_size)
+        self.world.send(tokens, self.world.rank + (self.stage - stage) * self.tensor_size)
 
     def receive_tokens(self, into: torch.Tensor) -> Transfer:
-        """Receive on the first stage what the last has sampled: [num_tokens]."""
-        assert self.world is not None and self.first, "the first stage embeds tokens"
-        return self.world.receive(into, self.world.rank - (self.size - 1) * self.tensor_size)
+        """Receive what the last stage has sampled."""
+        assert self.world is not None and not self.last, "the last stage samples"
+        last = self.size - 1 - self.stage
+        return self.world.receive(into, self.world.rank - last * self.tensor_size)
 
 
 ONE_STAGE = Pipeline()

@@ -35,13 +35,6 @@ MODELS: Mapping[str, str] = {
 }
 """Capability of a model → what the model does."""
 EXCLUDES: Mapping[str, Mapping[str, str]] = {
-    speculation.NAME: {
-        kv_transfer.NAME: "KV connectors would save drafts",
-        TENSOR_PARALLEL: "drafts are verified by one rank alone",
-        PIPELINE: "drafts are verified by one rank alone",
-        states.NAME: "a state does not go back behind a rejected draft",
-        encoder_decoder.NAME: "drafts of such models are not verified yet",
-    },
     kv_transfer.NAME: {
         states.NAME: "KV connectors move blocks alone",
         encoder_decoder.NAME: "KV connectors move the decoder's blocks alone",

@@ -81,17 +81,47 @@ class LaunchedStep:
     """With drafts; `output` then has `verdicts` [S, 2]: accepted and proposed drafts."""
     verified: list[int] = field(default_factory=list)
     """[num_rows] Proposed drafts, once done; [] for none."""
+    proposal_rows: Sequence[int] = ()
+    """[P] Rows of the plan with new drafts: `output` then has `proposed` [P], their numbers, and
+    `drafts` [P, K], the drafts, if a row has a grammar."""
     reports: Reports = field(default_factory=dict)
     late_preparations: int = 0
     graph_recording_failures: int = 0
     launch_wait_seconds: float = 0.0
     """These three as in `StepResult`."""
 
-    def chosen_tokens(self) -> list[int]:
-        """Block until the tokens are on the host: [num sampling rows], -1 for failures."""
+    def kept_tokens(self) -> list[list[int]]:
+        """Block until the tokens are on the host, and return those of each sampling row, [-1] for
+        failures.
+        """
         if self.event is not None:
             self.event.synchronize()
-        return self._sampled()
+        chosen = self._sampled()
+        if self.drafted is None:
+            return [[token] for token in chosen]
+        kept, first = [], 0
+        for count, (accepted, _) in zip(self.drafted.counts, self._verdicts(), strict=True):
+            kept.append(chosen[first : first + accepted + 1])
+            first += count + 1
+        return kept
+
+    def proposals(self) -> list[list[int]] | None:
+        """Return the drafts proposed after each sampling row's tokens, once they are on the host;
+        None: there are none, or no row has a grammar.
+        """
+        if "drafts" not in self.output:
+            return None
+        drafts, numbers = self.output["drafts"].tolist(), self.output["proposed"].tolist()
+        by_row = {
+            row: ids[:number]
+            for row, ids, number in zip(self.proposal_rows, drafts, numbers, strict=True)
+        }
+        rows = self.sample_rows if self.drafted is None else self.drafted.rows
+        return [by_row.get(row, []) for row in rows]
+
+    def _verdicts(self) -> list[list[int]]:
+        verdicts: list[list[int]] = self.output["verdicts"].tolist()
+        return verdicts
 
     def _sampled(self) -> list[int]:
         chosen = self.output["chosen"] if self.place is None else self.place.tokens()
@@ -160,9 +190,8 @@ class LaunchedStep:
         """
         kept: list[int] = []
         verified = [0] * len(self.plan.slots)
-        verdicts = self.output["verdicts"].tolist()
         first = 0
-        for row, count, verdict in zip(drafted.rows, drafted.counts, verdicts, strict=True):
+        for row, count, verdict in zip(drafted.rows, drafted.counts, self._verdicts(), strict=True):
             accepted, verified[row] = verdict
             kept += range(first, first + accepted + 1)
             first += count + 1

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -31,8 +31,24 @@ from .sampled import Sampled, SamplingRows
 from .sampling.logprobs import Logprobs
 from .sampling.masks import GrammarMasks, TokenMask
 from .sampling.prompt_logprobs import PromptLogprobs
+from .sampling.rounds import DraftPlaces, sample_in_rounds
 from .sampling.sampler import Sampler
 from .sampling.sampling_state import SamplingState
+
+
+class Drafted(Protocol):
+    """The drafts of a step's sampling rows."""
+
+    counts: DraftCounts
+
+    def limit(self, limits: torch.Tensor) -> None:
+        """Let so many drafts of each row be accepted at most, [S] int32."""
+
+    def places(self) -> DraftPlaces | None:
+        """Return what sampling in rounds needs; None: all positions are sampled at once."""
+
+    def verify(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Accept drafts. chosen: [L] int32 → [S, 2] int32: accepted and proposed drafts"""
 
 
 class ModelRunner:
@@ -70,6 +86,8 @@ class ModelRunner:
         self.parts = WorkerParts(parts)
         self.stage = self.parts.find(PipelineStage)
         """Exchange with other stages; None with one stage."""
+        if self.stage is not None:
+            self.stage.drafts_verified = self.parts.drafts_verified
         samplers: tuple[PerSlot, ...] = (sampler, masks, self.prompt_logprobs)
         self._per_slot = (*(samplers if self.samples else ()), *self.parts.per_slot)
         self.decode, self.mixed = DecodeGraphRoute(self), MixedGraphLaunch(self)
@@ -90,6 +108,8 @@ class ModelRunner:
         """Queue a step, without waiting."""
         launched = time.monotonic()
         self.update_slots(plan, in_process)
+        if self.stage is not None:
+            self.stage.receive_inputs(plan)
         self.parts.before(plan)
         launches = (route.launch(plan) for route in self.routes)
         step = next(step for step in launches if step is not None)
@@ -155,21 +175,30 @@ class ModelRunner:
         sampling: SamplingRows,
         scores: Sequence[PromptScores] = (),
         *,
-        drafted: DraftCounts | None = None,
-        verify: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        drafted: Drafted | None = None,
     ) -> LaunchedStep:
         """Sample after the forward pass, and start copies to the host.
 
-        drafted, verify: for drafts; the latter turns tokens into verdicts. Rows with a grammar wait
-        for their last tokens, during the forward pass.
+        drafted: for drafts. Rows with a grammar wait for their last tokens, during the forward
+        pass.
         """
         rows, slots_host = sampling.rows, sampling.slots_host
+        if drafted is not None:
+            rows = drafted.counts.rows
+            slots_host = [plan.slots[row] for row in rows]
         structured = self.masks.rows(slots_host)
-        mask = self.masks.fill(structured, len(rows)) if structured else None
-        sampled = self._choose(logits, sampling, mask)
-        if verify is not None:
-            sampled.tensors["verdicts"] = verify(sampled.tensors["chosen"])
-        step = self.copy_back(plan, scores, sampled, drafted)
+        mask = None
+        if structured and drafted is None:
+            mask = self.masks.fill(structured, len(rows))
+        elif structured and drafted is not None:
+            mask, limits = self.masks.fill_along(structured, drafted.counts.counts)
+            drafted.limit(limits)
+        sampled = self._choose(logits, sampling, mask, drafted)
+        if drafted is not None:
+            verdicts = sampled.tensors["verdicts"] = drafted.verify(sampled.tensors["chosen"])
+            self.parts.drafts_verified(plan, verdicts[:, 0])
+        counts = None if drafted is None else drafted.counts
+        step = self.copy_back(plan, scores, sampled, counts)
         if structured:
             self.masks.sampled(step, structured)
         failures = self.sampler.processors.failures(slots_host) | self.masks.failures(structured)
@@ -182,10 +211,18 @@ class ModelRunner:
         return step
 
     def _choose(
-        self, logits: torch.Tensor, sampling: SamplingRows, mask: TokenMask | None
+        self,
+        logits: torch.Tensor,
+        sampling: SamplingRows,
+        mask: TokenMask | None,
+        drafted: Drafted | None,
     ) -> Sampled:
         """Sample, keeping tokens for the next step."""
         rows, slots_host, slots, lengths = sampling
+        places = None if drafted is None else drafted.places()
+        if places is not None:
+            out = sample_in_rounds(self.sampler, logits, slots, slots_host, lengths, mask, places)
+            return self._sampled(rows, slots_host, *out)
         if mask is not None and self.sampler.is_plain_in_torch(slots_host):
             # In place: this needs less memory than the other stages of the sampler in torch.
             self.sampler.mask(logits, mask)

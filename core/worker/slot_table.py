@@ -41,7 +41,7 @@ class SlotTable:
         compactions. `max_source_tokens`: of sources, which have one more table; 0: none.
         `num_drafts`: most per row.
         """
-        self.num_slots = num_slots
+        self.num_slots, self.num_drafts = num_slots, num_drafts
         has_sources = max_source_tokens > 0
         num_tables = self.num_tables = num_groups + has_sources
         # One row more than slots, for padding, and one position more than a sequence has, for the

@@ -39,9 +39,12 @@ class Step:
     def __init__(self, tokens: list[int]) -> None:
         self._tokens = tokens
 
-    def chosen_tokens(self) -> list[int]:
+    def kept_tokens(self) -> list[list[int]]:
         """One for each row."""
-        return self._tokens
+        return [[token] for token in self._tokens]
+
+    def proposals(self) -> None:
+        """No row has drafts."""
 
 
 def made_up(size: int) -> Vocabulary:

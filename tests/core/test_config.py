@@ -84,10 +84,10 @@ def test_nonsense_is_refused_by_name(name: str, value: Any) -> None:
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size"),
         (
             {
-                "pipeline_parallel_size": 2,
-                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+                "calculate_kv_scales": True,
+                "kv_transfer_config": {"kv_connector": "cpu_offload"},
             },
-            "speculative_config",
+            "calculate_kv_scales",
         ),
         ({"trust_remote_code": True}, "trust_remote_code"),
         (

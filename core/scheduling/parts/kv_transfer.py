@@ -56,7 +56,7 @@ class KVTransfer(SchedulerPart):
         self._loads = Loads(kv.pool, kv.block_size)
         self._saves = Saves(kv, saving=transfer.kv_role != "kv_consumer")
         self._ends: dict[int, list[int]] = {}
-        """Step in flight → [num_rows] tokens computed with it."""
+        """Step in flight → [num_rows] tokens computed with it, drafts included."""
         self._row_ends: list[int] = []
         """The same of the step whose result is processed."""
         self._numbers = count()
@@ -132,8 +132,9 @@ class KVTransfer(SchedulerPart):
 
     def settle(self, request: Request, row: int, plan: StepPlan, result: StepResult) -> None:
         """Offer the connector the full blocks that are new among the tokens whose results have
-        arrived."""
-        offer = self._saves.next_offer(request, self._row_ends[row])
+        arrived, and which are no drafts."""
+        computed = min(self._row_ends[row], request.num_known_tokens)
+        offer = self._saves.next_offer(request, computed)
         if offer is None:
             return
         keys, blocks = offer

@@ -91,11 +91,12 @@ class Pipeline(SchedulerPart):
     def plan_part(self, step: int, builder: PlanBuilder) -> None:
         self._step, self._next = step + 1, (self._batch + 1) % self._count
         self._steps[step] = -1
-        if builder.decodes:
+        decodes = [*builder.decodes, *builder.drafted]
+        if decodes:
             self._steps[step] = self._batch
             self._flying[self._batch] += 1
         prompts = [request for request in builder.prefills if request.num_pending_tokens]
-        self._last_step.update(dict.fromkeys([*builder.decodes, *prompts], step))
+        self._last_step.update(dict.fromkeys([*decodes, *prompts], step))
 
     def _balance(self) -> None:
         """Even out micro-batches, moving requests with the oldest tokens first."""

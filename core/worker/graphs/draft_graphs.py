@@ -131,7 +131,7 @@ class DraftGraphs:
                 sample_slots=sample_slots,
                 sample_lengths=lengths,
                 logit_rows=[],
-                source=None,
+                source=batch.source_layout(slots, starts, batch.source_bounds(num_tokens)),
             )
         )
         drafts = batch.table.token_history[sample_slots, lengths]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from ...parts.speculation import NAME, DraftPlan
 from ...step import StepPlan
 from ..batch import LogitPlaces, LogitRows
@@ -12,10 +14,29 @@ from ..graphs.endings import Ending
 from ..hidden_states import take
 from ..launched_step import DraftCounts, LaunchedStep
 from ..sampled import SamplingRows
+from ..sampling.rounds import DraftPlaces
 
 if TYPE_CHECKING:
     from ..runner import ModelRunner
-    from .speculation import Speculation
+    from .speculation import DraftedRows, Speculation
+
+
+class Verification:
+    """The drafts of a launched step."""
+
+    def __init__(self, speculation: Speculation, drafted: DraftedRows) -> None:
+        self._speculation = speculation
+        self._drafted = drafted
+        self.counts = drafted.host
+
+    def limit(self, limits: torch.Tensor) -> None:
+        self._speculation.limit(self._drafted, limits)
+
+    def places(self) -> DraftPlaces | None:
+        return self._speculation.places(self._drafted)
+
+    def verify(self, chosen: torch.Tensor) -> torch.Tensor:
+        return self._speculation.verify(self._drafted, chosen)
 
 
 class DraftedRoute:
@@ -31,8 +52,8 @@ class DraftedRoute:
 
     def launch(self, plan: StepPlan) -> LaunchedStep | None:
         part: DraftPlan | None = plan.parts.get(NAME)
-        if part is None or not part.num_drafts:
-            return None
+        if part is None or not part.num_drafts or not self._runner.samples:
+            return None  # Other stages compute such rows like prompts.
         return self._replay(plan, part) or self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
@@ -54,8 +75,7 @@ class DraftedRoute:
         logits = runner.logits(take(hidden, drafted.logit_tokens), places=places)
         return runner.sample(
             plan, logits, sampling, scores,
-            drafted=drafted.host,
-            verify=lambda chosen: speculation.verify(drafted, chosen),
+            drafted=Verification(speculation, drafted),
         )  # fmt: skip
 
     def _replay(self, plan: StepPlan, part: DraftPlan) -> LaunchedStep | None:
@@ -66,6 +86,8 @@ class DraftedRoute:
             return None
         if (ending := runner.ending(rows_host)) is Ending.LOGITS:
             return None
+        if any(map(runner.sampling.depends_on_output, rows_host)):
+            return None  # Positions are sampled one after another.
         runner.upload()
         if not graphs.launch(plan, part.num_drafts, ending):
             return None
@@ -74,6 +96,7 @@ class DraftedRoute:
         slots = [rows_host[row] for row in positions]
         outputs = graphs.outputs.first(len(positions))
         sampled = runner.recorded(outputs, positions, slots)
-        sampled.tensors["verdicts"] = graphs.verdicts[: len(rows)]
+        verdicts = sampled.tensors["verdicts"] = graphs.verdicts[: len(rows)]
+        runner.parts.drafts_verified(plan, verdicts[:, 0])
         drafted = DraftCounts(rows, [graphs.width - 1] * len(rows))
         return runner.copy_back(plan, sampled=sampled, drafted=drafted)

@@ -46,7 +46,8 @@ class WorkerPart(PerSlot):
     Every method has a default that does nothing, and one that a class does not override is never
     called. Nothing may wait for the device. Calls of a step: `move`; `receive`; `release` and
     `start` of slots; `before`; within the forward pass `context` and `computed`, also while a step
-    is recorded as a graph; `upload`, before tokens are sampled; `sampled`; `after`; `poll`.
+    is recorded as a graph; `upload`, before tokens are sampled; `drafts_verified`; `sampled`;
+    `after`; `poll`.
     """
 
     name: ClassVar[str]
@@ -106,6 +107,10 @@ class WorkerPart(PerSlot):
         the part may add its own, and finds them in `step.output` when it reports. `chosen` [N]
         int32 has the tokens, rows [N] the plan's row of each; a recorded step may have more, and
         without rows there are none."""
+
+    def drafts_verified(self, plan: StepPlan, accepted: torch.Tensor) -> None:
+        """Queue what depends on how many drafts were accepted, [sampling rows] int32; in a step
+        with drafts alone. In stages before the last: before a later step with one of its rows."""
 
     def after(self, part: PartPlan | None, step: LaunchedStep) -> Report | None:
         """Queue what must follow the step; `step.failed` may get rows. Return what the result will

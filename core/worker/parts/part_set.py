@@ -40,6 +40,7 @@ class WorkerParts:
         """Recorded steps besides the plain ones."""
         self._recordable = [part for part in parts if _overrides(part, "recordable")]
         self._sampled = [part for part in parts if _overrides(part, "sampled")]
+        self._drafts_verified = [part for part in parts if _overrides(part, "drafts_verified")]
         self._after = [part for part in parts if _overrides(part, "after")]
         self._poll = [part for part in parts if _overrides(part, "poll")]
 
@@ -112,6 +113,11 @@ class WorkerParts:
         """Let parts queue work after sampling, and extend the host's output."""
         for part in self._sampled:
             part.sampled(plan, output, rows)
+
+    def drafts_verified(self, plan: StepPlan, accepted: torch.Tensor) -> None:
+        """Let parts settle what drafts left open."""
+        for part in self._drafts_verified:
+            part.drafts_verified(plan, accepted)
 
     def after(self, plan: StepPlan, step: LaunchedStep) -> None:
         """Let parts queue work after the step, and collect reports."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ...parallel.ranks import Pipeline, Transfer
-from ...step import PartPlan, StepPlan
+from ...parts import speculation
+from ...step import StepPlan
 from ..batch import StepInputs
 from ..slot_table import SlotTable
 from .part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
@@ -45,9 +46,12 @@ class Awaited(NamedTuple):
     slots: np.ndarray
     """[N] int64: slots whose rows sample there; -1: another request has the slot by now."""
     places: np.ndarray
-    """[N] int64: where each token goes in `SlotTable.storage`."""
+    """[N] int64: where each token goes in `SlotTable.storage`; the last place: nowhere."""
+    counts: np.ndarray
+    """[N] int64: drafts of each row."""
+    plan: StepPlan
     tokens: torch.Tensor
-    """[N] int32"""
+    """[N] int32; with drafts [N, 2 + most drafts]: how many were accepted, the token, new drafts"""
     transfer: Transfer
 
 
@@ -82,16 +86,20 @@ class PipelineStage(WorkerPart):
             self.incoming = torch.zeros(size, dtype=dtype, device=device)
         self._num_arrived = 0
         """Rows of `incoming` that are not zeros."""
+        self._num_drafts = table.num_drafts
+        self.drafts_verified: Callable[[StepPlan, torch.Tensor], None] = lambda plan, accepted: None
+        """Called in stages before the last with how many drafts were accepted."""
         self._awaited: collections.deque[Awaited] = collections.deque()
-        """On the first stage: tokens that are not in the table yet, by step."""
+        """On the first stage: tokens that are not in the table yet, by step. With drafts on all but
+        the last: the lengths of slots depend on them."""
 
-    def before(self, part: PartPlan | None, plan: StepPlan) -> None:
-        """Wait for what a plan's rows need, before any of its writes; on a device with streams, the
-        current stream waits."""
+    def receive_inputs(self, plan: StepPlan) -> None:
+        """Wait for what a plan's rows need, before any of its writes and other parts' work; on a
+        device with streams, the current stream waits."""
         if not plan.slots:
             return
+        self._take_tokens(plan)
         if self.incoming is None:
-            self._take_tokens(plan)
             return
         count = plan.total_tokens
         if count < self._num_arrived:
@@ -106,8 +114,10 @@ class PipelineStage(WorkerPart):
         return None if self.incoming is None else self.incoming[: len(inputs.input_ids)]
 
     def sampled(self, plan: StepPlan, output: dict[str, torch.Tensor], rows: Sequence[int]) -> None:
-        """Send what was sampled to the first stage."""
-        if rows:
+        """Send what was sampled to the first stage; with drafts, to all before this one."""
+        if rows and self._num_drafts:
+            self._send_drafts(plan, output.get("verdicts"))
+        elif rows:
             self.send_tokens(output["chosen"], rows)
 
     def send_states(self, plan: StepPlan, hidden: torch.Tensor) -> None:
@@ -115,12 +125,35 @@ class PipelineStage(WorkerPart):
         The first stage also awaits the tokens that come of them."""
         assert hidden.dtype == self._dtype, f"states are of {hidden.dtype}, not {self._dtype}"
         self.pipeline.send_hidden(hidden[: plan.total_tokens])
-        if self.pipeline.first and any(plan.samples):
-            slots = np.asarray(plan.slots, dtype=np.int64)[np.asarray(plan.samples)]
-            tokens = torch.empty(len(slots), dtype=torch.int32, device=self._device)
+        if (self.pipeline.first or self._num_drafts) and any(plan.samples):
+            slots, counts = self._sampling_rows(plan)
+            size = (len(slots), 2 + self._num_drafts) if self._num_drafts else (len(slots),)
+            tokens = torch.empty(size, dtype=torch.int32, device=self._device)
             places = self._table.history_places(slots, self._table.length_bounds[slots])
             transfer = self.pipeline.receive_tokens(tokens)
-            self._awaited.append(Awaited(slots, places, tokens, transfer))
+            self._awaited.append(Awaited(slots, places, counts, plan, tokens, transfer))
+
+    @staticmethod
+    def _sampling_rows(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Return the slots and drafts of the plan's sampling rows, [N] int64."""
+        sampling = np.asarray(plan.samples)
+        part = plan.parts.get(speculation.NAME)
+        counts = part.num_drafts if isinstance(part, speculation.DraftPlan) else ()
+        drafts = np.asarray(counts or [0] * len(plan.slots), dtype=np.int64)
+        return np.asarray(plan.slots, dtype=np.int64)[sampling], drafts[sampling]
+
+    def _send_drafts(self, plan: StepPlan, verdicts: torch.Tensor | None) -> None:
+        """Send what has become of the step's drafts, its tokens and new drafts to all stages before
+        this one. verdicts: [N, 2]
+        """
+        table = self._table
+        slots = self._sent(self._sampling_rows(plan)[0])
+        order = torch.arange(1 + self._num_drafts, device=self._device)
+        known = table.token_history[slots[:, None], table.lengths[slots][:, None] + order]
+        accepted = torch.zeros_like(known[:, 0]) if verdicts is None else verdicts[:, 0].int()
+        sent = torch.cat((accepted[:, None], known), dim=1)
+        for stage in range(self.pipeline.stage):
+            self.pipeline.send_tokens(sent, stage)
 
     def send_tokens(self, chosen: torch.Tensor, rows: Sequence[int]) -> None:
         """Send what was sampled to the first stage. chosen: [any] tokens, -1 for none; rows: which
@@ -149,7 +182,25 @@ class PipelineStage(WorkerPart):
         for _ in range(count):
             awaited = self._awaited.popleft()
             awaited.transfer.wait()
-            self._table.storage.index_copy_(0, self._sent(awaited.places), awaited.tokens)
+            if self._num_drafts:
+                self._take_drafts(awaited)
+            else:
+                self._table.storage.index_copy_(0, self._sent(awaited.places), awaited.tokens)
+
+    def _take_drafts(self, awaited: Awaited) -> None:
+        """Take rejected drafts out of the lengths of slots, and write tokens and new drafts."""
+        table = self._table
+        slots = np.where(awaited.slots < 0, table.scratch_slot, awaited.slots)
+        device_slots, counts = self._sent(slots), self._sent(awaited.counts)
+        accepted = awaited.tokens[:, 0]
+        table.lengths.index_add_(0, device_slots, accepted - counts.int())
+        table.lengths[table.scratch_slot].fill_(0)
+        if awaited.counts.any():
+            self.drafts_verified(awaited.plan, accepted)
+        if self.pipeline.first:
+            order = torch.arange(1 + self._num_drafts, device=self._device)
+            places = table.lengths[device_slots][:, None] + order
+            table.token_history[device_slots[:, None], places] = awaited.tokens[:, 1:]
 
     def _sent(self, numbers: np.ndarray) -> torch.Tensor:
         """Copy numbers to the device without waiting for it."""

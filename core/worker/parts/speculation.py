@@ -9,7 +9,7 @@ host learns the numbers of accepted and new drafts one step late.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from ...config.speculative_config import FIELD
 from ...nn.context import Taps
 from ...nn.operations import Operations
 from ...nn.step_operations.drafts import DraftTables
+from ...parallel.ranks import Group, OneRank
 from ...parts.speculation import NAME, DraftPlan, DraftResult, DraftStart
 from ...protocols.attention import PagedBackend
 from ...protocols.models import HiddenStates
@@ -30,6 +31,8 @@ from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
 from ..batch import LogitRows, StepInputs, StepRows
 from ..launched_step import DraftCounts, LaunchedStep
 from ..packing import PackedUpload
+from ..sampling.masks import GrammarMasks
+from ..sampling.rounds import DraftPlaces
 from ..sampling.sampling_state import SamplingState
 from ..slot_table import SlotTable
 from .draft_model import draft_needs, draft_passes
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from ..runner import ModelRunner
 
 logger = logging.getLogger("jackfield.worker")
+ONE_GROUP = OneRank()
 
 
 class SpeculationStart(PartStart):
@@ -64,6 +68,25 @@ class SpeculationStart(PartStart):
         )
 
     def make(self, site: PartSite) -> Speculation:
+        config, ranks = self._config, self._start.ranks
+        who, speculator = config.speculator, None
+        self._passes = draft_passes(self._start, site, self._needs, self._layers)
+        if ranks.pipeline.last and (ranks.tensor.rank == 0 or self._passes is not None):
+            who, speculator = self._speculator(site)
+        return Speculation(
+            speculator,
+            who,
+            table=site.batch.table,
+            sampling=site.sampling,
+            operations=self._start.operations,
+            num_drafts=config.num_drafts,
+            group=ranks.tensor,
+            passes=self._passes,
+            widths=config.widths,
+        )
+
+    def _speculator(self, site: PartSite) -> tuple[str, Speculator]:
+        """Return the speculator, and what it is called in messages."""
         config, table, registry = self._config, site.batch.table, self._start.plugins["speculator"]
         setup = SpeculatorSetup(
             num_drafts=config.num_drafts,
@@ -77,17 +100,7 @@ class SpeculationStart(PartStart):
         )
         with registry.calling(config.speculator, "its constructor"):
             speculator: Speculator = self._speculator_class(setup)
-        self._passes = draft_passes(self._start, site, self._needs, self._layers)
-        return Speculation(
-            speculator,
-            registry.described(config.speculator),
-            table=table,
-            sampling=site.sampling,
-            operations=self._start.operations,
-            num_drafts=setup.num_drafts,
-            passes=self._passes,
-            widths=config.widths,
-        )
+        return registry.described(config.speculator), speculator
 
     def bind(self, caches: Sequence[Mapping[str, torch.Tensor]]) -> None:
         if self._passes is not None:
@@ -106,6 +119,8 @@ class DraftedRows:
     """Positions at which a step with drafts samples. L = positions, S = sampling rows."""
 
     host: DraftCounts
+    slots_host: Sequence[int]
+    """[num_rows] Slots of the plan."""
     logit_rows: list[int]
     """[L] Rows of the plan."""
     logit_tokens: torch.Tensor
@@ -129,28 +144,32 @@ class Speculation(WorkerPart):
 
     def __init__(
         self,
-        speculator: Speculator,
+        speculator: Speculator | None,
         who: str,
         *,
         table: SlotTable,
         sampling: SamplingState,
         operations: Operations,
         num_drafts: int,
+        group: Group = ONE_GROUP,
         passes: DraftPasses | None = None,
         widths: Sequence[int] = (),
     ) -> None:
-        """`who`: for messages; `num_drafts`: most per row; `passes`: of a speculator that needs
-        more than tokens; `widths`: numbers of drafts that all rows of a step may have, which are
-        recorded; without any: the most.
+        """`speculator`: on the first rank of `group`, whose drafts all ranks get, and on the others
+        if it has passes; `who`: for messages; `num_drafts`: most per row; `passes`: of a speculator
+        that needs more than tokens; `widths`: numbers of drafts that all rows of a step may have,
+        which are recorded; without any: the most.
         """
         self._passes = passes
         self.widths = widths or (num_drafts,)
-        self._speculator: Speculator | None = speculator
+        self._speculator = speculator
+        self._group = group
         self._who = who
         self._table = table
         self._sampling = sampling
         self._num_drafts = num_drafts
         self._device = table.storage.device
+        self._masks: GrammarMasks | None = None
         self._proposal_rows: list[int] = []
         """Rows of the current plan with new drafts."""
         self._operations = operations
@@ -196,19 +215,25 @@ class Speculation(WorkerPart):
 
     def sampled(self, plan: StepPlan, output: dict[str, torch.Tensor], rows: Sequence[int]) -> None:
         self._observe(plan)
-        self._proposal_rows = self.proposal_rows(plan)
+        self._proposal_rows = self.proposal_rows(plan) if rows else []
         if self._proposal_rows:
-            proposed = self.propose([plan.slots[row] for row in self._proposal_rows])
+            slots = [plan.slots[row] for row in self._proposal_rows]
+            proposed = self.propose(slots)
             if proposed is None:
                 self._proposal_rows = []
             else:
                 output["proposed"] = proposed
+                if any(map(self._sampling.has_grammar, slots)):
+                    output["drafts"] = self._new_drafts(slots)
 
     def after(self, part: PartPlan | None, step: LaunchedStep) -> Report:
-        rows, self._proposal_rows = self._proposal_rows, []
-        return lambda: DraftResult(_numbers(step, rows), step.verified)
+        step.proposal_rows, self._proposal_rows = self._proposal_rows, []
+        slots = [step.plan.slots[row] for row in step.proposal_rows]
+        useless = self._masks.unfollowed(slots) if self._masks is not None else ()
+        return lambda: DraftResult(_numbers(step, useless), step.verified)
 
     def routes(self, runner: ModelRunner) -> list[Route]:
+        self._masks = runner.masks
         return [DraftedRoute(runner, self)]
 
     # ------------------------------------------------------------ verification
@@ -233,6 +258,7 @@ class Speculation(WorkerPart):
         lengths = self._table.lengths[slots] - from_end
         return DraftedRows(
             host=DraftCounts(sampling.tolist(), counts.tolist()),
+            slots_host=plan.slots,
             logit_rows=logits.rows.tolist(),
             logit_tokens=tokens,
             slots=slots,
@@ -241,6 +267,20 @@ class Speculation(WorkerPart):
             starts=device_starts,
             row_slots=row_slots,
         )
+
+    def limit(self, drafted: DraftedRows, limits: torch.Tensor) -> None:
+        """Let so many drafts of each row be accepted at most. limits: [S] int32"""
+        proposed, slots = self._tables.num_proposed, drafted.row_slots
+        proposed[slots] = torch.minimum(proposed[slots], limits)
+
+    def places(self, drafted: DraftedRows) -> DraftPlaces | None:
+        """Return what sampling in rounds needs; None: no row's tokens depend on its output."""
+        slots = [drafted.slots_host[row] for row in drafted.host.rows]
+        in_turn = [self._sampling.depends_on_output(slot) for slot in slots]
+        if not any(in_turn):
+            return None
+        proposed = self._tables.num_proposed[drafted.row_slots]
+        return DraftPlaces(drafted.host.counts, drafted.drafts, proposed, in_turn)
 
     def verify(self, drafted: DraftedRows, chosen: torch.Tensor) -> torch.Tensor:
         """Accept sampled drafts, and take the others out of lengths.
@@ -264,12 +304,10 @@ class Speculation(WorkerPart):
     # ------------------------------------------------------------ proposals
 
     def proposal_rows(self, plan: StepPlan) -> list[int]:
-        """Return the plan's rows that get drafts: sampling ones whose options do not depend on the
-        output.
-        """
-        if self._speculator is None:
+        """Return the plan's rows that get drafts: sampling ones without a logits processor."""
+        if self._speculator is None and self._group.size == 1:
             return []
-        alone = self._sampling.depends_on_output
+        alone = self._sampling.processed
         return [
             row
             for row, (slot, samples) in enumerate(zip(plan.slots, plan.samples, strict=True))
@@ -291,7 +329,9 @@ class Speculation(WorkerPart):
         tokens = self._known_tokens(slots)
         if self._passes is not None:
             tokens = self._passes.known(tokens, self._proposal_rows)
-        drafts = self._proposed(tokens)
+        drafts = None if self._speculator is None else self._proposed(tokens)
+        if self._group.size > 1:
+            drafts = self._shared(drafts, len(slots))
         if drafts is None:
             return None
         return self._operations.keep_drafts(
@@ -312,8 +352,30 @@ class Speculation(WorkerPart):
         try:
             yield
         except Exception:
+            if self._passes is not None and self._group.size > 1:
+                raise  # Other ranks may wait for this one.
             logger.exception("%s failed: the engine goes on without drafts", self._who)
             self._speculator = None
+
+    def _shared(self, drafts: Drafts | None, num_rows: int) -> Drafts:
+        """Return the first rank's drafts on each: other ranks may not have its order of events, and
+        may not fail with it. None: this rank has none.
+        """
+        both = torch.zeros((num_rows, self._num_drafts + 1), dtype=torch.int32, device=self._device)
+        if drafts is not None and self._group.rank == 0:
+            vocab_size = self._sampling.vocab_size
+            both[:, 0], both[:, 1:] = drafts.counts, drafts.token_ids.clamp(-1, vocab_size)
+        both = self._group.all_reduce(both)
+        return Drafts(both[:, 1:], both[:, 0].contiguous())
+
+    def _new_drafts(self, slots: Sequence[int]) -> torch.Tensor:
+        """→ [len(slots), num_drafts] int32"""
+        upload = PackedUpload(self._device)
+        upload.add(np.asarray(slots, dtype=np.int64))
+        device_slots = upload.send()[0][:, None]
+        places = self._tables.lengths[device_slots] + 1
+        order = torch.arange(self._num_drafts, device=self._device)
+        return self._tables.history[device_slots, places + order]
 
     def _proposed(self, tokens: KnownTokens) -> Drafts | None:
         assert self._speculator is not None, "asked of a speculator that has failed"
@@ -357,10 +419,16 @@ class Speculation(WorkerPart):
         self._table.lengths[scratch] = 0
 
 
-def _numbers(step: LaunchedStep, rows: Sequence[int]) -> list[int]:
-    """Return each row's new drafts, -1 where it may have none; [] if no row may."""
-    proposed = [-1] * len(step.plan.slots) if rows else []
-    if rows:
-        for row, number in zip(rows, step.output["proposed"].tolist(), strict=True):
+def _numbers(step: LaunchedStep, useless: Collection[int]) -> list[int]:
+    """Return each row's new drafts, -1 where it may have none; [] if no row may.
+
+    useless: slots whose drafts cannot be verified
+    """
+    rows, slots = step.proposal_rows, step.plan.slots
+    if not rows:
+        return []
+    proposed = [-1] * len(slots)
+    for row, number in zip(rows, step.output["proposed"].tolist(), strict=True):
+        if slots[row] not in useless:
             proposed[row] = number
     return proposed

@@ -19,9 +19,10 @@ import torch
 
 from ...config import EngineConfig
 from ...grammars.batch_masks import advance_all, batch_method, fill_masks
-from ...grammars.constraint import Constraint
+from ...grammars.constraint import ANY, Constraint, allows
 from ...parallel.ranks import Group
 from ...step import NOTHING_IN_PROCESS, InProcess, SlotStart
+from ..packing import PackedUpload
 from ..per_slot import PerSlot
 
 FILL_THREADS = max(0, min(8, (os.cpu_count() or 1) // 2) - 1)
@@ -31,8 +32,13 @@ SHARED_SECONDS = 1e-3
 
 
 class Sampled(Protocol):
-    def chosen_tokens(self) -> list[int]:
-        """Wait for the device; return a token per sampling row, -1 for none."""
+    def kept_tokens(self) -> list[list[int]]:
+        """Wait for the device; return the tokens of each sampling row, [-1] for none: several, if
+        drafts were accepted.
+        """
+
+    def proposals(self) -> list[list[int]] | None:
+        """Return the drafts proposed after each row's tokens; None: there are none."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,25 @@ class TokenMask:
     """[count] int64 rows of logits; None: all, in order"""
     places: torch.Tensor
     """[num_rows] int64: index of each row's bits, or -1"""
+    on_host: np.ndarray | None = None
+    """As `places`; None: the mask is used as a whole."""
+
+    def part(self, index: np.ndarray) -> TokenMask | None:
+        """Return the mask of some rows of logits, in this order; None: none of them has any."""
+        assert self.on_host is not None, "a mask that is not divided"
+        places = self.on_host[index]
+        rows = np.flatnonzero(places >= 0)
+        if not rows.size:
+            return None
+        own = np.full(len(index), -1, dtype=np.int64)
+        own[rows] = np.arange(len(rows))
+        upload = PackedUpload(self.bits.device)
+        for array in (rows.astype(np.int64), places[rows].astype(np.int64), own):
+            upload.add(array)
+        masked, which, device_places = upload.send()
+        all_of_them = len(rows) == len(index)
+        bits = self.bits.index_select(0, which)
+        return TokenMask(bits, None if all_of_them else masked, device_places, own)
 
 
 class GrammarMasks(PerSlot):
@@ -107,13 +132,84 @@ class GrammarMasks(PerSlot):
             (len(rows), self._words), dtype=torch.int32, pin_memory=self._copies is not None
         )
         self._fill_rows([constraint for _, constraint in rows], host.numpy())
-        # Indices of rows with a mask, then the mask index of each row: one copy.
-        index = np.full(len(rows) + num_rows, -1, dtype=np.int64)
-        masked = index[: len(rows)]
-        masked[:] = [row for row, _ in rows]
-        index[len(rows) :][masked] = np.arange(len(rows))
-        sent = torch.from_numpy(index)
-        return self._sent(host, sent.pin_memory() if self._copies is not None else sent)
+        return self._sent(host, [row for row, _ in rows], num_rows)
+
+    def fill_along(
+        self, rows: list[tuple[int, Constraint]], counts: Sequence[int]
+    ) -> tuple[TokenMask, torch.Tensor]:
+        """As `fill`, for rows with drafts: a mask for each position, given the drafts before it.
+
+        counts: [S] drafts of each sampling row → the mask of all positions; [S] int32, how many
+        drafts of each row may be accepted: those before one that the grammar forbids, or that
+        cannot be followed
+        """
+        self._catch_up()
+        widths = np.asarray(counts, dtype=np.int64) + 1
+        firsts = np.cumsum(widths) - widths
+        own = widths[[row for row, _ in rows]]
+        begins = np.cumsum(own) - own
+        """Each constrained row's first mask."""
+        host = torch.full(
+            (int(own.sum()), self._words), ANY, dtype=torch.int32,
+            pin_memory=self._copies is not None,
+        )  # fmt: skip
+        limits = np.asarray(counts, dtype=np.int32).copy()
+        self._walk(rows, host.numpy(), begins, limits)
+        positions = np.repeat(firsts[[row for row, _ in rows]] - begins, own)
+        positions += np.arange(len(positions))
+        mask = self._sent(host, positions.tolist(), int(widths.sum()))
+        upload = PackedUpload(self._device)
+        upload.add(limits)
+        return mask, upload.send()[0]
+
+    def _walk(
+        self,
+        rows: list[tuple[int, Constraint]],
+        bits: np.ndarray,
+        begins: np.ndarray,
+        limits: np.ndarray,
+    ) -> None:
+        """Fill the masks of all places, place by place, and lower `limits`; constraints stay where
+        they are.
+
+        bits: [masks, words] int32, row r's from begins[r] on
+        """
+        active = [(begin, *each) for begin, each in zip(begins.tolist(), rows, strict=True)]
+        block = np.empty((len(active), self._words), dtype=np.int32)
+        self._fill_rows([constraint for _, constraint in rows], block)
+        bits[begins] = block
+        marked: list[Constraint] = []
+        place = 0
+        while True:
+            following: list[tuple[int, int, Constraint]] = []
+            for begin, row, constraint in active:
+                if place == limits[row]:
+                    continue
+                drafts = constraint.drafts
+                follows = place < len(drafts) and allows(bits[begin + place], drafts[place])
+                if follows and place == 0:
+                    if follows := constraint.mark():
+                        marked.append(constraint)
+                if follows:
+                    following.append((begin, row, constraint))
+                else:
+                    limits[row] = place
+            if not following:
+                break
+            constraints = [constraint for *_, constraint in following]
+            advance_all(constraints, [constraint.drafts[place] for constraint in constraints])
+            place += 1
+            block = np.empty((len(following), self._words), dtype=np.int32)
+            self._fill_rows(constraints, block)
+            active = []
+            for number, (begin, row, constraint) in enumerate(following):
+                bits[begin + place] = block[number]
+                if constraint.failure is None:
+                    active.append((begin, row, constraint))
+                else:  # Its failure counts only if the drafts before it are the tokens.
+                    limits[row] = place - 1
+        for constraint in marked:
+            constraint.go_back()
 
     def _fill_rows(self, constraints: Sequence[Constraint], bits: np.ndarray) -> None:
         """bits: [len(constraints), words] int32"""
@@ -139,12 +235,18 @@ class GrammarMasks(PerSlot):
             _fill(todo)
         self._last_seconds = (time.perf_counter() - start) * (1 + helpers)
 
-    def _sent(self, host: torch.Tensor, index: torch.Tensor) -> TokenMask:
-        """Copy masks during earlier launches."""
+    def _sent(self, host: torch.Tensor, rows: list[int], num_rows: int) -> TokenMask:
+        """Copy the masks of these rows of logits during earlier launches."""
         count = host.shape[0]
+        # Indices of rows with a mask, then the mask index of each row: one copy.
+        on_host = np.full(count + num_rows, -1, dtype=np.int64)
+        on_host[:count] = rows
+        on_host[count:][on_host[:count]] = np.arange(count)
+        index = torch.from_numpy(on_host)
         if self._copies is None:
             bits, places = host.to(self._device), index.to(self._device)
         else:
+            index = index.pin_memory()
             main = torch.cuda.current_stream(self._device)
             with torch.cuda.stream(self._copies):
                 bits = host.to(self._device, non_blocking=True)
@@ -152,8 +254,14 @@ class GrammarMasks(PerSlot):
             main.wait_stream(self._copies)
             for tensor in (bits, places):
                 tensor.record_stream(main)
-        all_of_them = 2 * count == index.shape[0]
-        return TokenMask(bits, None if all_of_them else places[:count], places[count:])
+        all_of_them = count == num_rows
+        masked = None if all_of_them else places[:count]
+        return TokenMask(bits, masked, places[count:], on_host[count:])
+
+    def unfollowed(self, slots: Sequence[int]) -> set[int]:
+        """Return those of the slots whose grammars cannot take drafts back."""
+        constraints = self._constraints
+        return {slot for slot in slots if slot in constraints and not constraints[slot].goes_back}
 
     def failures(self, rows: list[tuple[int, Constraint]]) -> dict[int, str]:
         """Return row → reason to end its request."""
@@ -166,8 +274,15 @@ class GrammarMasks(PerSlot):
     def _catch_up(self) -> None:
         while self._unseen:
             step, rows = self._unseen.popleft()
-            tokens = step.chosen_tokens()
-            advance_all([constraint for _, constraint in rows], [tokens[row] for row, _ in rows])
+            tokens, proposals = step.kept_tokens(), step.proposals()
+            advanced, place = rows, 0
+            while advanced:
+                ids = [tokens[row][place] for row, _ in advanced]
+                advance_all([constraint for _, constraint in advanced], ids)
+                place += 1
+                advanced = [each for each in advanced if len(tokens[each[0]]) > place]
+            for row, constraint in rows:
+                constraint.drafts = () if proposals is None else proposals[row]
 
 
 class SharedMasks(GrammarMasks):
@@ -199,6 +314,26 @@ class SharedMasks(GrammarMasks):
         if self._group.rank == 0:
             super().sampled(step, rows)
 
+    def fill_along(
+        self, rows: list[tuple[int, Constraint]], counts: Sequence[int]
+    ) -> tuple[TokenMask, torch.Tensor]:
+        mask, limits = super().fill_along(rows, counts)
+        bits = self._group.all_reduce(mask.bits)
+        return replace(mask, bits=bits), self._group.all_reduce(limits)
+
+    def _walk(
+        self,
+        rows: list[tuple[int, Constraint]],
+        bits: np.ndarray,
+        begins: np.ndarray,
+        limits: np.ndarray,
+    ) -> None:
+        if self._group.rank == 0:
+            super()._walk(rows, bits, begins, limits)
+        else:
+            bits.fill(0)
+            limits.fill(0)
+
     def _fill_rows(self, constraints: Sequence[Constraint], bits: np.ndarray) -> None:
         if self._group.rank == 0:
             super()._fill_rows(constraints, bits)
@@ -220,6 +355,7 @@ class _Elsewhere:
 
     failure: str | None = None
     failed_param: str | None = None
+    goes_back = True
 
 
 def _fill(todo: Iterator[tuple[Constraint, np.ndarray]]) -> None:

@@ -87,6 +87,11 @@ class Sampler(PerSlot):
     # ------------------------------------------------------------ rows
 
     @property
+    def padding_slot(self) -> int:
+        """A slot of no request, whose rows may be computed."""
+        return self._state.num_slots - 1
+
+    @property
     def outputs(self) -> SampleOutputs:
         """The kernels' output buffers, at fixed addresses."""
         if self._outputs is None:

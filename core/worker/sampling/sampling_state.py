@@ -226,12 +226,17 @@ class SamplingState:
         return flags
 
     def depends_on_output(self, slot: int) -> bool:
-        """Whether options depend on the output (penalties, bad words, min_tokens, grammars,
-        processors), so that only one position can be sampled.
+        """Whether tables that sampling changes decide about the next token (penalties, bad words,
+        min_tokens): positions are sampled one after another.
         """
-        return bool(
-            self._flags[slot] & (Flag.PENALTIES | Flag.BANS | Flag.GRAMMAR | Flag.PROCESSED)
-        )
+        return bool(self._flags[slot] & (Flag.PENALTIES | Flag.BANS))
+
+    def has_grammar(self, slot: int) -> bool:
+        return bool(self._flags[slot] & Flag.GRAMMAR)
+
+    def processed(self, slot: int) -> bool:
+        """Whether a plugged-in processor serves the slot."""
+        return bool(self._flags[slot] & Flag.PROCESSED)
 
     def scored_rows(self, rows_host: list[int]) -> tuple[Rows, int]:
         """Return rows with log-probabilities, and their largest number of top tokens."""

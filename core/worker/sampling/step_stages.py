@@ -75,7 +75,7 @@ class StepStages:
     bias: TableRows | None
     bad_words: BadWordRows | None
     min_tokens: StopRows | None
-    penalties: TableRows | None
+    penalties: Rows | None
     logprobs: Rows | None
     max_logprobs: int
     """Largest number of top tokens (vocabulary size for -1); 0: none."""
@@ -147,7 +147,6 @@ def make_stages(
     bad_words, min_tokens = having(Stage.BAD_WORDS), having(Stage.MIN_TOKENS)
     logprobs = having(Stage.LOGPROBS)
     bias_place = pack.add(bias_rows[slots[bias[0]]]) if bias else -1
-    penalty_place = pack.add(slots[penalties[0]]) if penalties else -1
     words_place = pack.add(_padded_words(lists, slots[bad_words[0]])) if bad_words else -1
     stop_place = pack.add(_padded_stops(lists, slots[min_tokens[0]])) if min_tokens else -1
     tensors = pack.send()
@@ -177,11 +176,7 @@ def make_stages(
             if min_tokens
             else None
         ),
-        penalties=(
-            TableRows(penalties[0].size, batch(penalties), tensors[penalty_place])
-            if penalties
-            else None
-        ),
+        penalties=plain_rows(penalties),
         logprobs=plain_rows(logprobs),
         max_logprobs=max(num_logprobs.get(slot, 0) for slot in slots.tolist()) if logprobs else 0,
     )

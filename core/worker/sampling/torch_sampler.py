@@ -107,7 +107,7 @@ class TorchSampler:
         token_ids = token_ids.masked_fill(bad_rows, 0)
         if stages.penalties is not None:
             rows = stages.penalties
-            places = rows.table * state.vocab_size + select(token_ids, rows)
+            places = select(slots, rows) * state.vocab_size + select(token_ids, rows)
             flat = state.counts.view(-1)
             old_counts = flat.take(places).int()
             more = old_counts.bitwise_and(MOST_COUNTED).add_(1).clamp_(max=MOST_COUNTED)
@@ -148,7 +148,7 @@ class TorchSampler:
         if served:
             self._processors.apply(work, served, slots, lengths, invariant=False)
         if stages.penalties is not None:
-            self._penalize(work, stages, packed)
+            self._penalize(work, stages.penalties, packed, slots)
         return work
 
     def _ban_words(
@@ -172,14 +172,14 @@ class TorchSampler:
         matches = (prefixes == tail.unsqueeze(1)).logical_or_(prefixes < 0).all(dim=-1)
         _ban(work, rows, last, matches)
 
-    def _penalize(self, work: torch.Tensor, stages: StepStages, packed: torch.Tensor) -> None:
+    def _penalize(
+        self, work: torch.Tensor, penalized: Rows, packed: torch.Tensor, slots: torch.Tensor
+    ) -> None:
         """Apply repetition (prompt and output), frequency and presence (output) penalties."""
-        assert stages.penalties is not None
-        batch, state = stages.penalties.batch, self._state
         floats = packed.view(torch.float32)
-        for rows, table in table_chunks(batch, stages.penalties.table, work):
+        for rows in chunks(penalized, work):
             part, settings = take(work, rows), take(floats, rows)
-            counts = state.counts.index_select(0, table)
+            counts = self._state.counts.index_select(0, take(slots, rows))
             times = counts.bitwise_and(MOST_COUNTED)
             factor = torch.where(
                 part > 0,

@@ -88,10 +88,11 @@ class Variant:
                 written=written,
             )
         self.drafts: tuple[DraftGraphs, ...] = ()
-        """By the drafts of each row. Empty: rows have none, or steps with prompts are not recorded
-        either."""
+        """By the drafts of each row. Empty: rows have none, they change states, nothing is sampled
+        in this stage, or steps with prompts are not recorded either."""
         speculation = runner.parts.find(Speculation)
-        if speculation is not None and self.mixed is not None:
+        samples = runner.samples and runner.parts.find(States) is None
+        if speculation is not None and samples and self.mixed is not None:
             self.drafts = tuple(
                 DraftGraphs(
                     forward=forward,

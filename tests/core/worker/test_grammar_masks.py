@@ -69,8 +69,11 @@ class Step:
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
 
-    def chosen_tokens(self) -> list[int]:
-        return self.tokens
+    def kept_tokens(self) -> list[list[int]]:
+        return [[token] for token in self.tokens]
+
+    def proposals(self) -> None:
+        return None
 
 
 def started(
@@ -140,6 +143,51 @@ def test_rows_without_a_grammar_are_named() -> None:
     rows = masks.rows([7, 0, 9])
     mask = masks.fill(rows, 3)
     assert mask.rows is not None and mask.rows.tolist() == [1]
+
+
+class Rolling(Counting):
+    """One whose tokens can be taken back."""
+
+    def rollback(self, num_tokens: int) -> None:
+        self.taken -= num_tokens
+
+
+ALL = list(range(-(-VOCABULARY // 32) * 32))
+"""What a row allows that is never sampled."""
+
+
+def test_masks_of_drafts_follow_them_and_go_back() -> None:
+    grammars = [Rolling(), Rolling(), Rolling(fails_at=2), Counting(), Rolling(empty_at=1)]
+    drafts = [[0, 1, 2], [0, 7, 2], [0, 1, 2], [0], [0, 1]]
+    masks = started(grammars, threads=0)
+    rows = masks.rows([7, 0, 1, 2, 3, 4])
+    for (_, constraint), tokens in zip(rows, drafts, strict=True):
+        constraint.drafts = tokens
+    mask, limits = masks.fill_along(rows, [0, 3, 3, 3, 1, 3])
+    bits = np.unpackbits(mask.bits.numpy().view(np.uint8), axis=1, bitorder="little")
+    allowed = [np.flatnonzero(row).tolist() for row in bits]
+    assert limits.tolist() == [0, 3, 1, 1, 0, 0]
+    assert mask.places.tolist() == [-1, *range(len(allowed))]
+    assert allowed[:4] == [[0], [1], [2], [3]], "all drafts may follow"
+    assert allowed[4:8] == [[0], [1], ALL, ALL], "the second is forbidden"
+    assert allowed[8:12] == [[0], [1], ALL, ALL], "its failure would be another's"
+    assert allowed[12:14] == [[0], ALL], "it cannot take tokens back"
+    assert allowed[14:] == [[0], ALL, ALL, ALL], "a dead end behind a draft"
+    assert [grammar.taken for grammar in grammars] == [0] * 5
+    assert not masks.failures(rows)
+    assert masks.unfollowed([0, 3, 7]) == {3}
+
+
+def test_parts_of_a_mask_keep_their_rows() -> None:
+    masks = started([Rolling(), Rolling()], threads=0)
+    rows = masks.rows([0, 7, 1])
+    rows[1][1].drafts = [0]
+    mask, _ = masks.fill_along(rows, [0, 2, 1])
+    part = mask.part(np.array([1, 5, 0]))
+    assert part is not None and part.rows is not None
+    assert part.rows.tolist() == [1, 2] and part.places.tolist() == [-1, 0, 1]
+    assert part.bits.tolist() == mask.bits[[2, 0]].tolist()
+    assert mask.part(np.array([1, 2])) is None
 
 
 class Together(Counting):

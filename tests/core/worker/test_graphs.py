@@ -361,4 +361,4 @@ async def test_what_a_step_chose_is_not_changed_by_the_next(checkpoint: Path) ->
                 token_ids[:] = token
                 sampled = Sampled([0], {"chosen": token_ids}, {})
                 steps.append(runner.copy_back(None, sampled=sampled))
-        assert [step.chosen_tokens() for step in steps] == [[7], [9]]
+        assert [step.kept_tokens() for step in steps] == [[[7]], [[9]]]

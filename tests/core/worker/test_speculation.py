@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from bare_attention import Bare
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
@@ -173,8 +172,7 @@ async def test_few_blocks_preempt_and_the_tokens_are_the_same(folders: Any) -> N
 
 
 async def test_what_requests_ask_for_is_kept(folders: Any) -> None:
-    """Sampled ones draw the same tokens, whatever they ask for; those whose next token depends on
-    the output get no drafts, and stand beside the others."""
+    """Sampled ones draw the same tokens, whatever they ask for."""
     few = list(FEW)
     extras: list[dict[str, Any]] = [
         {},
@@ -200,23 +198,6 @@ async def test_what_requests_ask_for_is_kept(folders: Any) -> None:
         for number, extra in enumerate(extras)
     ]
     await compare(folders("qwen3"), asked)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": 0.1},
-        {"min_tokens": 5, "stop_token_ids": [3]},
-    ],
-)
-async def test_requests_whose_next_token_depends_on_the_output_get_no_drafts(
-    more: dict[str, Any], folders: Any
-) -> None:
-    config = config_of(folders("qwen3"), speculative_config=NGRAM)
-    params = greedy(allowed_token_ids=list(FEW), **more)
-    _, stats = await serve(config, [([7, 8, 9] * 4, params)])
-    assert stats.spec_decode_num_drafts == 0
 
 
 async def test_every_limit_of_the_output_cuts_where_it_does_without_drafts(folders: Any) -> None:
@@ -491,19 +472,6 @@ def test_drafts_leave_the_distribution_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"kv_transfer_config": {"kv_connector": "cpu_offload"}}, "kv_transfer_config"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(options: Any, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason) as error:
-        EngineConfig(speculative_config=NGRAM, **options)  # type: ignore[arg-type]
-    assert error.value.param == "speculative_config"
-
-
-@pytest.mark.parametrize(
     ("config", "field"),
     [
         ({"method": "ngram"}, "speculative_config"),
@@ -526,18 +494,6 @@ async def test_an_attention_backend_that_needs_exact_lengths_is_refused(folders:
     config = config_of(folders("qwen3"), speculative_config=NGRAM, attention_backend="bare")
     with pytest.raises(ConfigError, match="lengths that only the device knows"):
         await AsyncEngine(config, plugins=load_plugins(extra=[Bare()])).start()
-
-
-async def test_a_model_with_states_is_refused(tmp_path: Path) -> None:
-    config = transformers.Mamba2Config(
-        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_heads=2, head_dim=16,
-        state_size=8, n_groups=1, chunk_size=8, eos_token_id=2,
-    )  # fmt: skip
-    transformers.Mamba2ForCausalLM(config).save_pretrained(tmp_path)
-    engine = AsyncEngine(config_of(tmp_path, speculative_config=NGRAM, attention_backend="auto"))
-    with pytest.raises(ConfigError, match="a state does not go back") as error:
-        await engine.start()
-    assert error.value.param == "speculative_config"
 
 
 async def test_a_model_that_is_pooled_is_refused(folders: Any) -> None:

@@ -79,4 +79,4 @@ def test_a_step_has_the_tokens_of_its_rows() -> None:
     wait()
     plan: object = None
     step = LaunchedStep(plan, [0, 2], {}, {}, [], None, place=ring.place())  # type: ignore[arg-type]
-    assert step.chosen_tokens() == [7, 9]
+    assert step.kept_tokens() == [[7], [9]]

@@ -369,7 +369,6 @@ async def test_a_bad_prompt_is_refused_by_its_field(bart: Any) -> None:
         {"kv_cache_dtype": "fp8"},
         {"kv_cache_dtype": "int8"},
         {"runner": "pooling"},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
     ],
 )
 async def test_what_sources_do_not_go_with_is_refused_by_name(
