@@ -31,6 +31,7 @@ from jackfield.core.scheduling.parts.part import SchedulerPart
 from jackfield.core.worker.parts.part import WorkerPart
 from jackfield.entrypoints.anthropic import protocol as messages_protocol
 from jackfield.entrypoints.bench.engine.session import IN_PROCESS, make_parser
+from jackfield.entrypoints.bench.kv_compression import command as compression_options
 from jackfield.entrypoints.bench.serve import serve_options
 from jackfield.entrypoints.cli.main import COMMANDS
 from jackfield.entrypoints.flags import vllm_flags
@@ -236,6 +237,7 @@ def known_flags() -> set[str]:
         option for kit in KITS.values() for option in (kit.option, f"--jackfield{kit.option[1:]}")
     }
     flags |= set(serve_options.make_parser()._option_string_actions)
+    flags |= set(compression_options.parser()._option_string_actions)
     for program in (ROOT / "examples/benchmarks").rglob("*.py"):
         flags |= set(re.findall(r'"(--[\w-]+)"', program.read_text()))
     return flags | set(bench._option_string_actions)

@@ -1,0 +1,1 @@
+"""`jackfield bench kv-compression`: what each KV compressor costs in quality, on any checkpoint."""
