@@ -14,7 +14,7 @@ from typing import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -166,6 +166,10 @@ class PoolingModel(Protocol):
 
     def classify(self, pooled: torch.Tensor) -> torch.Tensor:
         """pooled: [num_rows, hidden_size] → logits [num_rows, num_labels]. Only classifiers."""
+
+    def result_tokens(self, task: str, token_ids: Sequence[int]) -> slice:
+        """Return the tokens of a prompt that have results, of a task with one for each. Optional;
+        without it, all."""
 
     def token_vectors(self, states: torch.Tensor) -> torch.Tensor:
         """states: [num_tokens, hidden_size] → vectors of the tokens [num_tokens, size]. Optional;

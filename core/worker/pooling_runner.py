@@ -204,10 +204,12 @@ class PoolingRunner(PerSlot):
         return self._activated(logits) if params.activation else logits
 
     def _of_steps(self, results: torch.Tensor, slot: int) -> torch.Tensor:
-        """[num_tokens, any] → those at the token that ends a step, if there is one."""
+        """[num_tokens, any] → those that the model shows, or at the token that ends a step."""
+        start, task = self._starts[slot], self._params(slot).task
         if (step := self.pooling.step_token_id) is None:
-            return results
-        token_ids = torch.tensor(self._starts[slot].token_ids)
+            shown = getattr(self.model, "result_tokens", None)
+            return results if shown is None else results[shown(task, start.token_ids)]
+        token_ids = torch.tensor(start.token_ids)
         return results[(token_ids == step).nonzero().flatten().to(results.device)]
 
     def _activated(self, logits: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ class PtLoader:
         files = files_of(self.folder, LAYOUT, "use load_format=auto for safetensors")
         with Bar.of(files) as bar:
             for file in files:
-                tensors = _tensors(file)
+                tensors = read_tensors(file)
                 try:
                     for name, tensor in tensors.items():
                         if filler.takes(name):
@@ -42,7 +42,7 @@ class PtLoader:
         filler.finish()
 
 
-def _tensors(file: Path) -> dict[str, torch.Tensor]:
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     """Return a file's tensors. Raises LoadError for other content."""
     try:
         tensors: Any = torch.load(file, map_location="cpu", weights_only=True)

@@ -135,6 +135,7 @@ ARCHITECTURES = {
     "rnj1": ("Rnj1ForCausalLM",),
     "roberta": (
         "RobertaModel", "RobertaForSequenceClassification", "RobertaForTokenClassification",
+        "BgeM3EmbeddingModel",
     ),
     "rotary_encoders": (
         "GteModel", "GteForSequenceClassification", "GteForTokenClassification", "ModernBertModel",

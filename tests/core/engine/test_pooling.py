@@ -310,6 +310,43 @@ async def test_modernbert_is_classified_by_the_mean_where_it_says_so(tmp_path: P
         close(output.outputs.data, reference_logits(folder, prompt))
 
 
+async def test_bge_m3_gives_vectors_of_texts_and_tokens_and_weights(tmp_path: Path) -> None:
+    """By its two layers' own files, as they are published, or among the other weights."""
+    folder = save_encoder(tmp_path, "XLMRoberta", bos_token_id=0, eos_token_id=2)
+    layers = {"colbert_linear": nn.Linear(32, 32), "sparse_linear": nn.Linear(32, 1)}
+    inputs = [[0, *prompt, 2] for prompt in prompts()] + [[5, 6], [0, 2]]
+    options = {"hf_overrides": {"architectures": ["BgeM3EmbeddingModel"]}}
+
+    async def check() -> None:
+        async with AsyncEngine(config(folder, **options)) as engine:
+            assert engine.supported_tasks == ("embed", "token_embed", "token_classify")
+            vectors = await encode_all(engine, inputs)
+            of_tokens = await encode_all(engine, inputs, PoolingParams(task="token_embed"))
+            weights = await encode_all(engine, inputs, PoolingParams(task="token_classify"))
+            settled(engine)
+        for prompt, vector, tokens, each in zip(inputs, vectors, of_tokens, weights, strict=True):
+            states = reference_states(folder, prompt)
+            close(vector.outputs.data, F.normalize(states[0], dim=0))
+            with torch.no_grad():
+                expected = F.normalize(layers["colbert_linear"](states), dim=-1)
+                sparse = layers["sparse_linear"](states).relu()
+            begin, end = int(prompt[0] == 0), len(prompt) - (prompt[-1] == 2)
+            close(tokens.outputs.data, expected[begin:])
+            close(each.outputs.data, sparse[begin:end])
+
+    with pytest.raises(LoadError, match=r"colbert_linear\.pt has no weight of shape"):
+        await AsyncEngine(config(folder, **options)).start()
+    for name, layer in layers.items():
+        torch.save(layer.state_dict(), folder / f"{name}.pt")
+    await check()
+    tensors = load_file(folder / "model.safetensors")
+    for name, layer in layers.items():
+        (folder / f"{name}.pt").unlink()
+        tensors |= {f"{name}.{part}": t.detach() for part, t in layer.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    await check()
+
+
 async def test_two_texts_are_distinguished_by_their_types(tmp_path: Path) -> None:
     folder = save_encoder(tmp_path, "Bert", "ForSequenceClassification", num_labels=1)
     async with AsyncEngine(config(folder)) as engine:
