@@ -118,8 +118,8 @@ THEIRS = ("my_package", "path", "owner", "simple_plugin", "name")
 CHECKPOINT_FILES = {"config.json", "scores.json"}
 OTHERS_NAMES = {
     "OpenAI", "None", "True", "False", "SIGTERM", "SIGINT", "HF_HUB_OFFLINE", "X-Request-Id",
-    "OLLAMA_API_KEY", "HF_ENDPOINT", "HF_TOKEN", "HF_HUB_CACHE", "AWS_PROFILE", "AWS_ENDPOINT_URL",
-    "GOOGLE_APPLICATION_CREDENTIALS",
+    "OLLAMA_API_KEY", "OLLAMA_BASE_URL", "HF_ENDPOINT", "HF_TOKEN", "HF_HUB_CACHE",
+    "AWS_PROFILE", "AWS_ENDPOINT_URL", "GOOGLE_APPLICATION_CREDENTIALS",
     "JSON", "Authorization", "Serving", "X", "PATH", "NAME", "KEY", "ParserEvent",
     # Of Ray, gloo and NCCL.
     "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "GLOO_SOCKET_IFNAME",
