@@ -115,6 +115,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     kv_compression: KVCompressionUsage | None = None
     """What compactions have left of the caches of the completions that have ended, in sum; None:
     none of them was compacted."""
+    drafts: DraftUsage | None = None
+    """Of the completions that have ended, in sum; None: none of them had any."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -151,6 +153,28 @@ class KVCompressionUsage(msgspec.Struct, frozen=True):
             sum(part.dropped_tokens for part in used),
             sum(part.compactions for part in used),
             sum(part.saved_bytes for part in used),
+        )
+
+
+class DraftUsage(msgspec.Struct, frozen=True):
+    """Drafts of a request that were verified."""
+
+    accepted_tokens: int
+    """Those that are tokens of its output."""
+    rejected_tokens: int
+    steps: int
+    """Steps that verified any."""
+
+    @classmethod
+    def total(cls, parts: Iterable[DraftUsage | None]) -> DraftUsage | None:
+        """Return the sum of several requests; None: none of them had drafts."""
+        used = [part for part in parts if part is not None]
+        if not used:
+            return None
+        return cls(
+            sum(part.accepted_tokens for part in used),
+            sum(part.rejected_tokens for part in used),
+            sum(part.steps for part in used),
         )
 
 

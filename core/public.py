@@ -27,7 +27,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "jackfield.core.metrics.reader": ("Counter", "Gauge", "Histogram"),
         "jackfield.core.outputs": (
-            "CompletionOutput", "KVCompressionUsage", "RequestTimings", "WeightSpan",
+            "CompletionOutput", "DraftUsage", "KVCompressionUsage", "RequestTimings", "WeightSpan",
         ),
         "jackfield.core.live.weight_update": ("WeightUpdate",),
         "jackfield.core.live.worker_jobs": ("TensorPart",),

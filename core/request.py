@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from .lora_request import AdapterRef
-from .outputs import FinishReason, KVCompressionUsage
+from .outputs import DraftUsage, FinishReason, KVCompressionUsage
 from .parts import encoder_decoder, media
 from .parts.encoder_decoder import Source
 from .pooling_params import PooledRow, PoolingParams
@@ -112,6 +112,8 @@ class Request:
     weight_versions: tuple[tuple[int, str], ...] = ()
     """(number of output tokens, version of the weights that sampled the tokens from there on), in
     order."""
+    draft_usage: DraftUsage | None = None
+    """Its drafts that were verified; None: none yet."""
     num_dropped_tokens: int = 0
     """Computed tokens that the cache does not hold any more."""
     num_loaded_tokens: int = 0

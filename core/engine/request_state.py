@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from ..output_parsing.output_text import OutputText
 from ..outputs import (
     CompletionOutput,
+    DraftUsage,
     FinishReason,
     KVCompressionUsage,
     Logprob,
@@ -268,9 +269,10 @@ class RequestState:
             timings=self.timings,
             error=self.error or next((c.failure for c in self.completions if c.failure), None),
             error_param=self.error_param,
-            # Both are known of completions that have ended.
+            # These are known of completions that have ended.
             kv_transfer_params=self._kv_transfer_params() if num_ended else None,
             kv_compression=self._kv_compression() if num_ended else None,
+            drafts=self._drafts() if num_ended else None,
         )
         if not num_ended:
             self._unfinished = output
@@ -278,6 +280,9 @@ class RequestState:
 
     def _kv_compression(self) -> KVCompressionUsage | None:
         return KVCompressionUsage.total(request.compression_usage for request in self.requests)
+
+    def _drafts(self) -> DraftUsage | None:
+        return DraftUsage.total(request.draft_usage for request in self.requests)
 
     def _kv_transfer_params(self) -> dict[str, Any] | None:
         for request in self.requests:

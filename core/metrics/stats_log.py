@@ -1,9 +1,10 @@
-"""Logs the engine's activity every ten seconds."""
+"""Logs the engine's activity every ten seconds, and that of its drafts every minute."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -12,6 +13,8 @@ from ..outputs import EngineStats
 
 logger = logging.getLogger("jackfield.stats")
 LOG_SECONDS = 10.0
+DRAFT_LINE = 6
+"""Intervals after which there is a line about drafts."""
 
 
 class StatsLog:
@@ -42,6 +45,36 @@ class StatsLog:
         )
 
 
+class DraftLog:
+    """Turns snapshots into lines about the drafts between them; the words are vLLM's."""
+
+    def __init__(self, stats: EngineStats, now: float) -> None:
+        self._stats, self._now = stats, now
+
+    def line(self, stats: EngineStats, now: float) -> str | None:
+        """Return a snapshot's line; None if no drafts were verified."""
+        before, seconds = self._stats, now - self._now
+        self._stats, self._now = stats, now
+        rows = stats.spec_decode_num_drafts - before.spec_decode_num_drafts
+        drafted = stats.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens
+        accepted = stats.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens
+        if rows <= 0 or drafted <= 0:
+            return None  # Or an engine of several was started again.
+        earlier = before.spec_decode_num_accepted_tokens_per_pos
+        places = ", ".join(
+            f"{(count - earlier.get(place, 0)) / rows:.3f}"
+            for place, count in sorted(stats.spec_decode_num_accepted_tokens_per_pos.items())
+        )
+        return (
+            f"SpecDecoding metrics: Mean acceptance length: {1 + accepted / rows:.2f}, "
+            f"Accepted throughput: {accepted / seconds:.2f} tokens/s, "
+            f"Drafted throughput: {drafted / seconds:.2f} tokens/s, "
+            f"Accepted: {accepted} tokens, Drafted: {drafted} tokens, "
+            f"Per-position acceptance rate: {places}, "
+            f"Avg Draft acceptance rate: {accepted / drafted:.1%}"
+        )
+
+
 @contextlib.asynccontextmanager
 async def logging_stats(read: Callable[[], EngineStats]) -> AsyncIterator[None]:
     """Log a line every LOG_SECONDS of activity.
@@ -53,11 +86,15 @@ async def logging_stats(read: Callable[[], EngineStats]) -> AsyncIterator[None]:
         return
 
     async def log() -> None:
-        stats_log = StatsLog(read(), time.monotonic())
-        while True:
+        stats, now = read(), time.monotonic()
+        stats_log, draft_log = StatsLog(stats, now), DraftLog(stats, now)
+        for number in itertools.count(1):
             await asyncio.sleep(LOG_SECONDS)
-            line = stats_log.line(read(), time.monotonic())
-            if line is not None:
+            stats, now = read(), time.monotonic()
+            lines = [stats_log.line(stats, now)]
+            if number % DRAFT_LINE == 0:
+                lines.append(draft_log.line(stats, now))
+            for line in filter(None, lines):
                 logger.info(line)
 
     task = asyncio.create_task(log(), name="jackfield-stats")

@@ -16,7 +16,7 @@ from ..errors import JackfieldError, error_named
 from ..live.engine_jobs import LiveJob
 from ..lora_request import AdapterJob
 from ..metrics.merge import Family
-from ..outputs import EngineStats, FinishReason, KVCompressionUsage
+from ..outputs import DraftUsage, EngineStats, FinishReason, KVCompressionUsage
 from ..pooling_params import PooledRow
 from ..protocols.executors import ExecutorInfo
 from ..request import RequestSpec
@@ -166,6 +166,7 @@ class Change(msgspec.Struct, omit_defaults=True, kw_only=True):
     num_preemptions: int = 0
     kv_transfer_params: dict[str, Any] | None = None
     compression_usage: KVCompressionUsage | None = None
+    draft_usage: DraftUsage | None = None
     weight_versions: tuple[tuple[int, str], ...] = ()
     """`Request.weight_versions`."""
 

@@ -143,6 +143,7 @@ class ForwardedCompletion(Completion):
             change.stop_reason = stop_reason
             change.kv_transfer_params = self.request.kv_transfer_params
             change.compression_usage = self.request.compression_usage
+            change.draft_usage = self.request.draft_usage
             change.weight_versions = self.request.weight_versions
 
 

@@ -242,6 +242,7 @@ class RemoteRequests:
             request.stop_reason = change.stop_reason
             request.kv_transfer_params = change.kv_transfer_params
             request.compression_usage = change.compression_usage
+            request.draft_usage = change.draft_usage
             request.weight_versions = change.weight_versions
             if change.error is not None:
                 state.error, state.error_param = change.error, change.error_param

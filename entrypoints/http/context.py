@@ -11,7 +11,7 @@ from aiohttp import web
 
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import InvalidRequest, JackfieldError
-from ...core.outputs import KVCompressionUsage
+from ...core.outputs import DraftUsage, KVCompressionUsage
 from ...core.text.tokenizer import Tokenizer
 from .large_responses import JsonParts, encoded_parts, whole_array
 from .options import ServerOptions
@@ -107,12 +107,23 @@ def part_id(whole: str, index: int) -> str:
     return f"{whole}-{index}-{uuid.uuid4().hex}"
 
 
+def draft_details(drafts: DraftUsage | None) -> dict[str, int]:
+    """Return OpenAI's counts of predicted tokens: those of drafts, whoever proposed them."""
+    if drafts is None:
+        return {}
+    return {
+        "accepted_prediction_tokens": drafts.accepted_tokens,
+        "rejected_prediction_tokens": drafts.rejected_tokens,
+    }
+
+
 def usage(
     prompt: int,
     completion: int,
     cached: int,
     reasoning: int | None = None,
     compression: KVCompressionUsage | None = None,
+    drafts: DraftUsage | None = None,
 ) -> dict[str, Any]:
     """Return OpenAI's usage object in tokens, with `kv_cache_details` for compacted caches."""
     fields: dict[str, Any] = {
@@ -121,8 +132,9 @@ def usage(
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-    if reasoning is not None:
-        fields["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    details = {} if reasoning is None else {"reasoning_tokens": reasoning}
+    if details := details | draft_details(drafts):
+        fields["completion_tokens_details"] = details
     if compression is not None:
         fields["kv_cache_details"] = msgspec.structs.asdict(compression)
     return fields

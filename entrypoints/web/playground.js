@@ -241,6 +241,8 @@ class Answer {
   thought = "";
   calls = [];
   tokens = 0;
+  /** Of `usage`, once it is known: how many drafts were right, and how many were not. */
+  drafts = null;
   reason = null;
   began = performance.now();
 
@@ -263,6 +265,7 @@ class Answer {
       this.last = now;
     }
     this.tokens = event.usage?.completion_tokens ?? this.tokens;
+    this.drafts = event.usage?.completion_tokens_details ?? this.drafts;
     for (const { index, delta, finish_reason: reason } of event.choices) {
       if (index !== 0) continue;
       const thought = delta.reasoning_content ?? delta.reasoning;
@@ -348,6 +351,8 @@ class Answer {
       facts.push(`${rate.toLocaleString("en", { maximumFractionDigits: rate < 100 ? 1 : 0 })} tokens/s`);
     }
     facts.push(`first token after ${duration(this.first - this.began)}`);
+    const { accepted_prediction_tokens: right, rejected_prediction_tokens: wrong } = this.drafts ?? {};
+    if (right + wrong > 0) facts.push(`${right} of ${right + wrong} drafts accepted`);
     if (this.reason === "length") facts.push("cut off: out of tokens");
     if (this.reason === "abort") facts.push("aborted by the server");
     if (this.reason === "you") facts.push("stopped");

@@ -60,6 +60,7 @@ def completion(client: httpx.Client, **fields: object) -> dict:
     assert response.status_code == 200, response.text
     answer = response.json()
     del answer["usage"]["prompt_tokens_details"]  # Cached tokens: other tests ask the same.
+    answer["usage"].pop("completion_tokens_details", None)  # Drafts.
     choice = answer["choices"][0]
     return {
         "text": choice["text"], "reason": choice["finish_reason"], "usage": answer["usage"],
@@ -96,6 +97,44 @@ def test_a_stream_has_the_same_text(drafting: httpx.Client, plain: httpx.Client)
         return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
 
     assert streamed(drafting) == streamed(plain) != ""
+
+
+def test_usage_says_what_became_of_drafts(drafting: httpx.Client, plain: httpx.Client) -> None:
+    """In OpenAI's fields, whole and streamed, over all choices; without drafts there are none."""
+
+    def details(client: httpx.Client, path: str, key: str, **fields: object) -> dict[str, int]:
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        more = {"temperature": 0, "ignore_eos": True, **fields}
+        response = client.post(path, json={"model": model, **more})
+        assert response.status_code == 200, response.text
+        if fields.get("stream"):
+            lines = [line for line in response.text.split("\n\n") if line.startswith("data: {")]
+            answer = json.loads(lines[-1][6:])
+        else:
+            answer = response.json()
+        return answer["usage"].get(key) or {}
+
+    messages = [{"role": "user", "content": TEXT}]
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    asked: list[tuple[str, str, dict[str, object]]] = []
+    for more in ({}, streamed):
+        asked += [
+            ("/v1/completions", "completion_tokens", {"prompt": [TEXT, "a b c"], "max_tokens": 40}),
+            ("/v1/chat/completions", "completion_tokens", {"messages": messages, "n": 2}),
+        ]
+        asked = [(path, key, {**fields, **more}) for path, key, fields in asked]
+    asked.append(("/v1/responses", "output_tokens", {"input": TEXT, "max_output_tokens": 40}))
+    for path, key, fields in asked:
+        if "messages" in fields:
+            fields |= {"max_completion_tokens": 40, "temperature": 0.4, "seed": 1}
+        before = counted(drafting)
+        found = details(drafting, path, f"{key}_details", **fields)
+        after = counted(drafting)
+        drafted = "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"
+        verified, accepted = (after[name] - before[name] for name in drafted)
+        assert found["accepted_prediction_tokens"] == accepted > 0, path
+        assert found["rejected_prediction_tokens"] == verified - accepted
+        assert "accepted_prediction_tokens" not in details(plain, path, f"{key}_details", **fields)
 
 
 def test_metrics_count_drafts(drafting: httpx.Client, plain: httpx.Client) -> None:

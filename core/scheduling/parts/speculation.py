@@ -9,6 +9,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
+from ...outputs import DraftUsage
 from ...parts.speculation import NAME, DraftPlan, DraftResult, DraftStart, Rejection
 from ...request import Request
 from ...step import StepPlan, StepResult
@@ -161,6 +162,9 @@ class Speculation(SchedulerPart):
         if (known := self._rows.get(request)) is not None:
             self._widths.verified(known, drafted.verified[row], result.counts[row] - 1)
         num_accepted = min(result.counts[row] - 1, len(tokens))
+        used = DraftUsage(num_accepted, drafted.verified[row] - num_accepted, 1)
+        before = request.draft_usage
+        request.draft_usage = used if before is None else DraftUsage.total((before, used))
         self._num_rows += 1
         self._num_verified += drafted.verified[row]
         self._num_accepted += num_accepted

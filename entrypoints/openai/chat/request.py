@@ -36,6 +36,7 @@ class ChatCompletion:
             output.num_cached_tokens,
             reasoning if self.job.parsers.reasoning is not None else None,
             output.kv_compression,
+            output.drafts,
         )
 
     def finish_reason(self, completion: CompletionOutput, choice: Choice) -> str | None:

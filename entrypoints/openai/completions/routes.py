@@ -13,7 +13,13 @@ from ....core.engine.async_engine import AsyncEngine
 from ....core.engine.output_stream import OutputStream
 from ....core.errors import InvalidRequest
 from ....core.inputs import EmbedsPrompt
-from ....core.outputs import CompletionOutput, KVCompressionUsage, PositionLogprobs, RequestOutput
+from ....core.outputs import (
+    CompletionOutput,
+    DraftUsage,
+    KVCompressionUsage,
+    PositionLogprobs,
+    RequestOutput,
+)
 from ....core.sampling_params import SamplingParams
 from ...http.auth.origin import EngineOptions
 from ...http.context import (
@@ -165,6 +171,7 @@ class TextCompletion:
             0 if self.only_echo else generated,
             sum(o.num_cached_tokens for o in outputs),
             compression=KVCompressionUsage.total(o.kv_compression for o in outputs),
+            drafts=DraftUsage.total(o.drafts for o in outputs),
         )
         # As in vLLM, those of the first prompt.
         if outputs[0].kv_transfer_params is not None:
@@ -253,6 +260,7 @@ class CompletionStream:
             [0] * len(text_completion.token_ids),
         )
         self._compression: list[KVCompressionUsage | None] = [None] * len(text_completion.token_ids)
+        self._drafts: list[DraftUsage | None] = [None] * len(text_completion.token_ids)
         self._generated = 0
         request = text_completion.request
         self._plain = (
@@ -282,6 +290,7 @@ class CompletionStream:
         self._prompts[number] = output.num_prompt_tokens
         self._cached[number] = output.num_cached_tokens
         self._compression[number] = output.kv_compression
+        self._drafts[number] = output.drafts
         frames: list[bytes] = []
         for completion in output.outputs:
             self._generated += 0 if text_completion.only_echo else len(completion.token_ids)
@@ -308,6 +317,7 @@ class CompletionStream:
         return usage(
             sum(self._prompts), self._generated, sum(self._cached),
             compression=KVCompressionUsage.total(self._compression),
+            drafts=DraftUsage.total(self._drafts),
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from ....core.output_parsing.events import merge_events
 from ....core.outputs import CompletionOutput, RequestOutput
 from ....core.protocols.parsers import ParserEvent, Reasoning, ToolCallEnd
 from ....core.text.token_limit import LONG_TEXT
-from ...http.context import tokenizer_of
+from ...http.context import draft_details, tokenizer_of
 from ...http.large_responses import off_loop
 from ..chat.chat_template_kwargs import thinking_switch
 from ..chat.job import ChatJob, new_job
@@ -200,7 +200,10 @@ class ResponseCompletion:
                 "cache_write_tokens": 0,
             },
             "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": parser.num_reasoning_tokens},
+            "output_tokens_details": {
+                "reasoning_tokens": parser.num_reasoning_tokens,
+                **draft_details(output.drafts),
+            },
             "total_tokens": prompt + completion,
         }
         if output.kv_compression is not None:

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from jackfield.core.metrics import stats_log
-from jackfield.core.metrics.stats_log import StatsLog, logging_stats
+from jackfield.core.metrics.stats_log import DraftLog, StatsLog, logging_stats
 from jackfield.core.outputs import EngineStats
 
 
@@ -42,6 +42,26 @@ def test_counts_of_an_engine_that_was_started_again_are_not_negative() -> None:
     assert line is not None and "-" not in line.removesuffix("rate: -")
 
 
+def test_a_line_of_drafts_has_vllms_words() -> None:
+    """And is about the drafts since the last one; without any, there is none."""
+
+    def stats(rows: int, drafted: int, *accepted: int) -> EngineStats:
+        return EngineStats(
+            spec_decode_num_drafts=rows, spec_decode_num_draft_tokens=drafted,
+            spec_decode_num_accepted_tokens=sum(accepted),
+            spec_decode_num_accepted_tokens_per_pos=dict(enumerate(accepted)),
+        )  # fmt: skip
+
+    log = DraftLog(stats(100, 300, 50, 20, 10), 0.0)
+    assert log.line(stats(200, 500, 130, 70, 30), 60.0) == (
+        "SpecDecoding metrics: Mean acceptance length: 2.50, Accepted throughput: 2.50 tokens/s, "
+        "Drafted throughput: 3.33 tokens/s, Accepted: 150 tokens, Drafted: 200 tokens, "
+        "Per-position acceptance rate: 0.800, 0.500, 0.200, Avg Draft acceptance rate: 75.0%"
+    )
+    assert log.line(stats(200, 500, 130, 70, 30), 120.0) is None
+    assert log.line(stats(1, 2, 1, 0, 0), 180.0) is None, "it was started again"
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 async def test_lines_come_at_intervals_unless_they_are_turned_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, enabled: bool
@@ -53,9 +73,11 @@ async def test_lines_come_at_intervals_unless_they_are_turned_off(
     def read() -> EngineStats:
         nonlocal reads
         reads += 1
-        if reads == 4:
+        if reads == 8:
             enough.set()
-        return EngineStats(num_requests_running=1)
+        return EngineStats(
+            num_requests_running=1, spec_decode_num_drafts=reads, spec_decode_num_draft_tokens=reads
+        )
 
     async with logging_stats(read):
         if enabled:
@@ -65,3 +87,5 @@ async def test_lines_come_at_intervals_unless_they_are_turned_off(
     assert "jackfield-stats" not in {task.get_name() for task in asyncio.all_tasks()}
     lines = [record for record in caplog.records if record.name == "jackfield.stats"]
     assert len(lines) >= 2 if enabled else not (lines or reads)
+    drafts = [line for line in lines if line.getMessage().startswith("SpecDecoding")]
+    assert len(drafts) == (len(lines) // 7 if enabled else 0)
