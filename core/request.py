@@ -14,7 +14,7 @@ import msgspec
 
 from .lora_request import AdapterRef
 from .outputs import DraftUsage, FinishReason, KVCompressionUsage
-from .parts import encoder_decoder, media
+from .parts import encoder_decoder, media, speculation
 from .parts.encoder_decoder import Source
 from .pooling_params import PooledRow, PoolingParams
 from .sampling_params import SamplingParams
@@ -268,6 +268,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     reads_cache: bool = True
     source: Source | None = None
     """Of an encoder-decoder model, whose prompt is the decoder's."""
+    prediction_token_ids: list[int] = []
+    """What the caller expects of the output, for drafts."""
     cache_extra: tuple[str | int, ...] = ()
     late_extra: tuple[tuple[int, str], ...] = ()
     """These two: see `Request`."""
@@ -295,6 +297,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
             parts[encoder_decoder.NAME] = self.source
         if self.media:
             parts[media.NAME] = media.RequestMedia(self.media)
+        if self.prediction_token_ids:
+            parts[speculation.NAME] = tuple(self.prediction_token_ids)
         name, count = new_scheduler_id(), self.params.n
         requests: list[Request] = []
         for index in range(count):

@@ -207,11 +207,13 @@ class AsyncEngine:
         data_parallel_rank: int | None = None,
         lora_request: LoRARequest | None = None,
         adapter: str | AdapterRef | None = None,
+        prediction: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> OutputStream:
         """Complete OpenAI-style messages through the model's chat template, or `chat_template`.
 
-        options: see `ChatOptions`.
+        prediction: what the output is expected to be. The output is the same; it comes in fewer
+        steps if the engine's speculator uses it. options: see `ChatOptions`.
         """
 
         envelope = Envelope(
@@ -223,7 +225,7 @@ class AsyncEngine:
         )
 
         async def start() -> RequestState:
-            return await self._entry_here().chat(messages, params, envelope, **options)
+            return await self._entry_here().chat(messages, params, envelope, prediction, **options)
 
         return OutputStream(start, self.core.abort_request)
 

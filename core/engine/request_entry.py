@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextvars import copy_context
 from typing import Any, NamedTuple, TypeVar, Unpack
 
+import msgspec
+
 from ..errors import InvalidRequest, shown
 from ..inputs import ChatMessage, Prompt
 from ..lora_request import AdapterRef
@@ -45,6 +47,7 @@ class RequestEntry:
         self.texts = texts
         self._is_heard = plugins.has_listeners("request_finished")
         model_config, config = core.model_config, core.config
+        self._drafts = config.speculative_config is not None
         limits = request_limits(config, model_config, core.info)
         pooling = model_config.pooling
         self.pooling_admission = (
@@ -94,6 +97,7 @@ class RequestEntry:
         messages: Sequence[ChatMessage],
         params: SamplingParams | None,
         envelope: Envelope,
+        prediction: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> RequestState:
         sampling = self._sampling(params)
@@ -106,7 +110,17 @@ class RequestEntry:
             prepared = await self._with_media(prepared, sources, sampling, "messages")
         arguments = self.texts.template_kwargs(options.get("chat_template_kwargs"))
         grammar = GrammarRequest(chat=True, template_arguments=arguments)
-        return await self._add(prepared, sampling, envelope, grammar)
+        expected = await self._tokenize_prediction(prediction or "")
+        return await self._add(prepared, sampling, envelope, grammar, expected)
+
+    async def _tokenize_prediction(self, text: str) -> list[int]:
+        """Return the tokens of an expected output, as many as fit; [] if nothing uses them."""
+        if not text or not self._drafts:
+            return []
+        most = self.core.model_config.max_model_len
+        limit = TokenLimit(tokens=most, context=most, cut="right", param="prediction")
+        tokens = await self.texts.tokenize([text], limit, add_special_tokens=False)
+        return tokens[0][:most]
 
     async def tokenize_chat(
         self,
@@ -222,8 +236,12 @@ class RequestEntry:
         params: SamplingParams,
         envelope: Envelope,
         grammar: GrammarRequest,
+        prediction: Sequence[int] = (),
     ) -> RequestState:
+        """prediction: tokens of the expected output."""
         spec = await self.admission.admit(prompt, params, grammar, *envelope)
+        if prediction:
+            spec = msgspec.structs.replace(spec, prediction_token_ids=list(prediction))
         num_logprobs = self.admission.most_logprobs(spec)
         return await self.core.add_request(
             spec,

@@ -22,6 +22,8 @@ class DraftStart(msgspec.Struct, frozen=True, gc=False):
 
     sharing: int
     """As in `RequestText`: requests with the same number may learn from each other's text."""
+    prediction: tuple[int, ...] = ()
+    """Tokens that the caller expects in the output."""
 
 
 class DraftPlan(PartPlan, frozen=True):

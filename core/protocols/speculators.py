@@ -125,6 +125,9 @@ class KnownTokens(NamedTuple):
     """Set by the engine for speculators with `SpeculatorNeeds`."""
 
 
+PROMPT_END = 16
+
+
 class RequestText(NamedTuple):
     """What a speculator may know of a request that takes a slot. On the host."""
 
@@ -136,8 +139,10 @@ class RequestText(NamedTuple):
     sharing: int
     """62 bits. Text of a request may become drafts of those with the same number alone: others are
     other tenants' (`cache_salt`), or depend on other inputs."""
+    prompt_end: tuple[int, ...] = ()
+    """The prompt's last tokens, `PROMPT_END` of them at most."""
     prediction: tuple[int, ...] = ()
-    """Tokens that the caller expects in the output."""
+    """Tokens that the caller expects in the output; () if it says nothing."""
 
 
 class Drafts(NamedTuple):

@@ -185,6 +185,7 @@ def _drafts_kernel(
     shared_cells_ptr,
     token_owners_ptr,
     owners_ptr,
+    other_owners_ptr,
     first_ptr,
     end_ptr,
     shared_size,
@@ -192,7 +193,7 @@ def _drafts_kernel(
     factor,
     least,
     num_drafts,
-    SHARED: tl.constexpr,
+    OTHERS: tl.constexpr,
     DEPTH: tl.constexpr,
     DRAFTS: tl.constexpr,
     LANES: tl.constexpr,
@@ -208,10 +209,11 @@ def _drafts_kernel(
         tl.load(own_row_cells_ptr + row), zero, zero, length, own_size, own_buckets,
         factor, least, num_drafts, OWNED=False, DEPTH=DEPTH, DRAFTS=DRAFTS, LANES=LANES,
     )  # fmt: skip
-    if SHARED:
+    for other in tl.static_range(OTHERS):
+        owner = tl.load((other_owners_ptr if other else owners_ptr) + row)
         score, count, drafts = _best(
             score, count, drafts, own_ptr, base, length, shared_ptr, shared_cells_ptr,
-            token_owners_ptr, zero, zero, tl.load(owners_ptr + row), tl.load(first_ptr + row),
+            token_owners_ptr, zero, zero, owner, tl.load(first_ptr + row),
             tl.load(end_ptr + row), shared_size, shared_buckets, factor, least, num_drafts,
             OWNED=True, DEPTH=DEPTH, DRAFTS=DRAFTS, LANES=LANES,
         )  # fmt: skip
@@ -233,23 +235,24 @@ def note_places(text: Any, rows: Any, most: int) -> None:
 
 
 def suffix_drafts(
-    own: Any, own_rows: Any, shared: Any, shared_rows: Any, rule: Any
+    own: Any, own_rows: Any, shared: Any, others: Any, rule: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's drafts, [R, K] int32, and their numbers, [R] int32.
 
-    own, shared: `Text`; own_rows, shared_rows: `Rows`; rule: `Rule`. shared: None without
+    own, shared: `Text`; own_rows: `Rows`; others: up to two `Rows` of the shared text, each of
+    which must be better than those before; rule: `Rule`
     """
     num_rows, device = len(own_rows.end), own.tokens.device
     found = torch.empty((num_rows, rule.num_drafts), dtype=torch.int32, device=device)
     counts = torch.empty(num_rows, dtype=torch.int32, device=device)
-    other = own if shared is None else shared
+    first = others[0] if others else own_rows
+    last = others[-1] if others else own_rows
     if num_rows:
         launch(_drafts_kernel, (num_rows,))(
             found, counts, own.tokens, own.cells, own_rows.base, own_rows.cells, own_rows.end,
-            own_rows.size, own_rows.num_buckets, other.tokens, other.cells,
-            other.cells if other.owners is None else other.owners, shared_rows.owners,
-            shared_rows.first, shared_rows.end, shared_rows.size, shared_rows.num_buckets,
-            rule.factor, rule.least, rule.num_drafts, SHARED=shared is not None, DEPTH=rule.depth,
+            own_rows.size, own_rows.num_buckets, shared.tokens, shared.cells, shared.owners,
+            first.owners, last.owners, first.first, first.end, first.size, first.num_buckets,
+            rule.factor, rule.least, rule.num_drafts, OTHERS=len(others), DEPTH=rule.depth,
             DRAFTS=triton.next_power_of_2(rule.num_drafts), LANES=2 * WAYS.value, num_warps=1,
         )  # fmt: skip
     return found, counts

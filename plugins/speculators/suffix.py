@@ -4,14 +4,16 @@ in the outputs of earlier requests.
 As in SuffixDecoding (Oliaro et al. 2024) and Arctic Inference, whose option names it has: a match
 of m last tokens proposes up to `m * suffix_decoding_max_spec_factor` tokens, each the most frequent
 one among the matches that agree so far, until the product of their shares falls below
-`suffix_decoding_min_token_prob`. The match with the largest sum of these products wins; earlier
-outputs only if theirs is larger. Instead of trees there are hash tables of places on the device
-(`suffix_tables`), so that tokens need not come to the host, and memory does not grow.
+`suffix_decoding_min_token_prob`. The match with the largest sum of these products wins; those in
+earlier outputs, and in the text that the caller has predicted, only if theirs is larger. Instead of
+trees there are hash tables of places on the device (`suffix_tables`), so that tokens need not come
+to the host, and memory does not grow.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -91,18 +93,21 @@ class Suffix(Speculator):
         """Slot → first position of its output that is not in the shared text."""
         self._new: dict[int, int] = {}
         """Slot → known tokens whose places are not in its table yet."""
-        most = options.suffix_decoding_max_cached_requests
-        self._max_requests = most
-        self._num_shared = min(MOST_SHARED_TOKENS, SHARED_TOKENS_PER_REQUEST * most)
-        self._shared: Text | None = None
-        if most:
-            self._shared = Text(
-                tokens=torch.full((self._num_shared,), -1, dtype=torch.int32, device=self._device),
-                cells=self._zeros(_power_of_2(2 * self._num_shared)),
-                owners=self._zeros(self._num_shared, dtype=torch.int64),
-            )
+        self._shares = options.suffix_decoding_max_cached_requests > 0
+        self._max_texts = options.suffix_decoding_max_cached_requests or num_rows
+        self._num_shared = min(MOST_SHARED_TOKENS, SHARED_TOKENS_PER_REQUEST * self._max_texts)
+        self._shared = Text(
+            tokens=torch.full((self._num_shared,), -1, dtype=torch.int32, device=self._device),
+            cells=self._zeros(_power_of_2(2 * self._num_shared)),
+            owners=self._zeros(self._num_shared, dtype=torch.int64),
+        )
+        self._private = self._zeros(num_rows, dtype=torch.int64)
+        """[slots] The owner of a slot's prediction in the shared text; 0: it has none."""
+        self._predicted: set[int] = set()
+        """Slots with a prediction."""
+        self._num_predictions = 0
         self._outputs: deque[int] = deque()
-        """First places of the outputs in the shared text, a ring."""
+        """First places of outputs and predictions in the shared text, a ring."""
         self._end = 0
         """Place behind the last of them."""
 
@@ -118,23 +123,42 @@ class Suffix(Speculator):
         self._new[slot] = request.num_tokens
         # A resumed request's output was shared when it left its slot.
         self._started[slot] = request.num_tokens
+        if request.prediction:
+            self._predict(slot, (*request.prompt_end, *request.prediction))
+
+    def _predict(self, slot: int, text: Sequence[int]) -> None:
+        """Store a text that the request of one slot alone may find."""
+        # Owners of outputs are not negative.
+        self._num_predictions += 1
+        self._private[slot].fill_(-self._num_predictions)
+        self._predicted.add(slot)
+        text = text[: self._num_shared - 1]
+        tokens = torch.tensor(text, dtype=torch.int32)
+        if self._device.type == "cuda":
+            tokens = tokens.pin_memory().to(self._device, non_blocking=True)
+        length = self._private.new_full((1,), len(text))
+        self._store(tokens, length, self._private[slot : slot + 1])
 
     def release(self, tokens: KnownTokens, slot: int, num_tokens: int) -> None:
         self._new.pop(slot, None)
         first = self._started.pop(slot, num_tokens)
         first = max(first, num_tokens - (self._num_shared - 1))
-        size = num_tokens - first
-        if self._shared is None or size <= suffix_tables.SIZES[0]:
-            return
+        if slot in self._predicted:
+            self._predicted.discard(slot)
+            self._private[slot].zero_()
+        if self._shares and num_tokens - first > suffix_tables.SIZES[0]:
+            output = tokens.history[slot, first:num_tokens]
+            self._store(output, tokens.lengths - first, self._sharing[slot : slot + 1])
+
+    def _store(self, tokens: torch.Tensor, length: torch.Tensor, owner: torch.Tensor) -> None:
+        """Append tokens [n] to the shared text, of which the first `length` [1] are known."""
+        size = len(tokens)
         begin, self._end = self._end, self._end + size + 1
         self._outputs.append(begin)
-        if len(self._outputs) > self._max_requests:
+        if len(self._outputs) > self._max_texts:
             self._outputs.popleft()
-        length = tokens.lengths - first
-        suffix_tables.append(
-            self._shared, tokens.history[slot, first:num_tokens], begin, length, self._sharing[slot]
-        )
-        self._note(self._shared, self._shared_rows(self._sharing[slot : slot + 1], begin), size)
+        suffix_tables.append(self._shared, tokens, begin, length, owner)
+        self._note(self._shared, self._shared_rows(owner, begin), size)
         if self._end > LAST_PLACE:
             self._shared.cells.zero_()
             self._outputs.clear()
@@ -152,11 +176,13 @@ class Suffix(Speculator):
         self._new.clear()
         rows = self._own_rows(tokens.history, tokens.slots, tokens.lengths)
         self._note(own, rows, 1 + self._rule.num_drafts)
-        shared = self._shared
-        shared_rows = self._shared_rows(self._sharing[tokens.slots], self._first_shared)
-        if self._launches:
-            return Drafts(*kernels.suffix_drafts(own, rows, shared, shared_rows, self._rule))
-        return Drafts(*suffix_tables.drafts(own, rows, shared, shared_rows, self._rule))
+        others = [self._sharing] if self._shares else []
+        others += [self._private] if self._predicted else []
+        other_rows = [
+            self._shared_rows(owners[tokens.slots], self._first_shared) for owners in others
+        ]
+        drafts = kernels.suffix_drafts if self._launches else suffix_tables.drafts
+        return Drafts(*drafts(own, rows, self._shared, other_rows, self._rule))
 
     @property
     def _first_shared(self) -> int:
@@ -184,9 +210,9 @@ class Suffix(Speculator):
         nothing = torch.zeros_like(owners)
         return Rows(
             base=nothing,
-            size=max(1, self._num_shared),
+            size=self._num_shared,
             cells=nothing,
-            num_buckets=_power_of_2(2 * self._num_shared) // WAYS if self._num_shared else 1,
+            num_buckets=_power_of_2(2 * self._num_shared) // WAYS,
             owners=owners,
             first=nothing + first,
             end=nothing + self._end,

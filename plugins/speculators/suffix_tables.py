@@ -9,6 +9,7 @@ places at once, the longest match nearly always among them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -106,15 +107,16 @@ def append(
 
 
 def drafts(
-    own: Text, own_rows: Rows, shared: Text | None, shared_rows: Rows, rule: Rule
+    own: Text, own_rows: Rows, shared: Text, others: Sequence[Rows], rule: Rule
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's drafts, [R, K] int32, and their numbers, [R] int32."""
+    """Return each row's drafts, [R, K] int32, and their numbers, [R] int32. others: parts of the
+    shared text, each of which must be better than those before."""
     device = own.tokens.device
     back = torch.arange(max(rule.depth, SIZES[-1]), device=device)
     lasts = own_rows.tokens(own, own_rows.end[:, None] - 1 - back)
     best = _best(own, own_rows, lasts, rule)
-    if shared is not None:
-        other = _best(shared, shared_rows, lasts, rule)
+    for rows in others:
+        other = _best(shared, rows, lasts, rule)
         better = other[0] > best[0]
         best = tuple(
             torch.where(better.view(-1, *[1] * (a.dim() - 1)), a, b)

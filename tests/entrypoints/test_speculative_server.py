@@ -15,6 +15,7 @@ from jackfield.entrypoints.server.serve_settings import make_parser
 
 FLAG = {
     "method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2,
+    "adaptive_width": False,  # The same drafts however long steps take.
 }  # fmt: skip
 COMMON = ["--device", "cpu", "--dtype", "float32", "--max-model-len", "160"]
 TEXT = "the cat sat on the mat and " * 4
@@ -135,6 +136,48 @@ def test_usage_says_what_became_of_drafts(drafting: httpx.Client, plain: httpx.C
         assert found["accepted_prediction_tokens"] == accepted > 0, path
         assert found["rejected_prediction_tokens"] == verified - accepted
         assert "accepted_prediction_tokens" not in details(plain, path, f"{key}_details", **fields)
+
+
+@pytest.fixture(scope="module")
+def predicting() -> Iterator[httpx.Client]:
+    config: dict[str, object] = {"method": "suffix", "num_speculative_tokens": 6}
+    config["adaptive_width"] = False
+    config["suffix_decoding_max_cached_requests"] = 0
+    yield from client_of("--speculative-config", json.dumps(config))
+
+
+def test_a_predicted_output_is_drafted(predicting: httpx.Client, plain: httpx.Client) -> None:
+    """The same answer; a right prediction is accepted, a wrong one costs nothing but its drafts."""
+
+    def asked(client: httpx.Client, **fields: object) -> tuple[str, int]:
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        body = {
+            "model": model, "messages": [{"role": "user", "content": "Tell me something."}],
+            "max_completion_tokens": 40, "temperature": 0, "ignore_eos": True, **fields,
+        }  # fmt: skip
+        response = client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        details = answer["usage"].get("completion_tokens_details") or {}
+        content = answer["choices"][0]["message"]["content"]
+        return content, details.get("accepted_prediction_tokens", 0)
+
+    text, _ = asked(plain)
+    whole: dict[str, object] = {"type": "content", "content": text}
+    parts = {**whole, "content": [{"type": "text", "text": t} for t in (text[:9], text[9:])]}
+    wrong = {**whole, "content": "Something else is said here. " * 9}
+    same, own = asked(predicting)
+    assert same == text
+    for prediction in (whole, parts):
+        predicted, accepted = asked(predicting, prediction=prediction)
+        assert predicted == text and accepted > own + 9
+        assert asked(plain, prediction=prediction) == (text, 0)
+    assert asked(predicting, prediction=wrong)[0] == text
+    for content in (3, None, [{"type": "image_url"}], [{"type": "text"}]):
+        body = {"messages": [], "prediction": {"type": "content", "content": content}}
+        response = predicting.post("/v1/chat/completions", json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "prediction.content"
 
 
 def test_metrics_count_drafts(drafting: httpx.Client, plain: httpx.Client) -> None:

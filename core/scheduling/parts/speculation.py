@@ -67,10 +67,12 @@ class Speculation(SchedulerPart):
     # ------------------------------------------------------------ plans
 
     def start_part(self, request: Request) -> DraftStart:
-        """Return who may learn from the request's text: whoever finds its cached prefix."""
+        """Return who may learn from the request's text, whoever finds its cached prefix, and what
+        the caller expects of it."""
         who = repr((request.cache_salt, request.cache_extra, request.late_extra)).encode()
         digest = blake2b(who, key=self._key, digest_size=8).digest()
-        return DraftStart(int.from_bytes(digest, "little") >> 2)
+        prediction = request.parts.get(NAME, ())
+        return DraftStart(int.from_bytes(digest, "little") >> 2, prediction)
 
     def begin_plan(self, builder: PlanBuilder) -> None:
         """Choose the widths of the plan's rows."""

@@ -25,7 +25,14 @@ from ...parallel.ranks import Group, OneRank
 from ...parts.speculation import NAME, DraftPlan, DraftResult, DraftStart
 from ...protocols.attention import PagedBackend
 from ...protocols.models import HiddenStates
-from ...protocols.speculators import Drafts, KnownTokens, RequestText, Speculator, SpeculatorSetup
+from ...protocols.speculators import (
+    PROMPT_END,
+    Drafts,
+    KnownTokens,
+    RequestText,
+    Speculator,
+    SpeculatorSetup,
+)
 from ...registration.plugin_options import typed_options
 from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
 from ..batch import LogitRows, StepInputs, StepRows
@@ -184,7 +191,15 @@ class Speculation(WorkerPart):
         part = start.parts.get(NAME)
         if self._speculator is None or not isinstance(part, DraftStart):
             return
-        text = RequestText(start.slot, len(start.token_ids), start.num_prompt_tokens, part.sharing)
+        end = start.num_prompt_tokens
+        text = RequestText(
+            slot=start.slot,
+            num_tokens=len(start.token_ids),
+            num_prompt_tokens=end,
+            sharing=part.sharing,
+            prompt_end=start.token_ids[max(0, end - PROMPT_END) : end],
+            prediction=part.prediction,
+        )
         with self._guarded():
             self._speculator.start(text)
             if type(self._speculator).release is not Speculator.release:

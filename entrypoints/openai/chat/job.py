@@ -64,8 +64,12 @@ class ChatJob(msgspec.Struct, frozen=True):
         )
 
     def outputs(self) -> OutputStream:
-        options = self._engine_options()
-        return watched(self.engine.chat(self.messages, self.params, **self.rendering, **options))
+        options, expected = self._engine_options(), self.request.predicted
+        return watched(
+            self.engine.chat(
+                self.messages, self.params, prediction=expected, **self.rendering, **options
+            )
+        )
 
     async def searched(self) -> AsyncIterator[RequestOutput]:
         """Yield the output of a beam search. Raises as `outputs`."""

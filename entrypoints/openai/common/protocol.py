@@ -350,6 +350,23 @@ class ChatRequest(SamplingRequest, kw_only=True):
                 _refuse("modalities", '["text"]', self.modalities)
         if self.prediction is not None and self.prediction.get("type") != "content":
             raise InvalidRequest('prediction.type: must be "content"', param="prediction.type")
+        if self.predicted is None and self.prediction is not None:
+            raise InvalidRequest(
+                'prediction.content: must be a text, or a list of {"type": "text", "text": ...}',
+                param="prediction.content",
+            )
+
+    @property
+    def predicted(self) -> str | None:
+        """The expected output; None: there is no `prediction`, or it is no text."""
+        content = None if self.prediction is None else self.prediction.get("content")
+        if isinstance(content, list):
+            texts = [
+                part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+                for part in content
+            ]
+            content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
+        return content if isinstance(content, str) else None
 
     @property
     def token_limit_field(self) -> str | None:

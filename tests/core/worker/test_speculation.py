@@ -31,6 +31,7 @@ from helpers import VOCAB, interpreted, make_checkpoint
 
 NGRAM = {
     "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
+    "adaptive_width": False,
 }  # fmt: skip
 LENGTH = 96
 Folders = dict[str, Path]
@@ -96,7 +97,9 @@ async def compare(
     folder: Path, asked: Asked, plugins: Any = None, **options: Any
 ) -> tuple[EngineStats, EngineStats]:
     """Serve without drafts and with them: the same outputs. Return both engines' counts."""
-    speculative = options.pop("speculative_config", NGRAM)
+    # The same drafts however long steps take.
+    fixed = {"adaptive_width": False}
+    speculative = {**fixed, **options.pop("speculative_config", NGRAM)}
     plain, before = await serve(config_of(folder, **options), asked, plugins)
     config = config_of(folder, speculative_config=speculative, **options)
     drafted, after = await serve(config, asked, plugins)

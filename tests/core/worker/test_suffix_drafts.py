@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_speculation import FEW, Asked, compare, config_of, folders, greedy, prompts
+from test_speculation import FEW, Asked, compare, config_of, folders, greedy, prompts, serve
 
 from jackfield import AsyncEngine
 
 __all__ = ["folders"]
 
 BLOCKS = {"qwen3": 30, "gemma3": 45}
-SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 4, "adaptive_width": False}
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
@@ -29,6 +29,17 @@ async def test_tokens_are_the_same(name: str, folders: Any) -> None:
     )
     assert after.steps < before.steps
     assert after.num_preemptions > 0
+
+
+async def test_adaptive_widths_change_no_token(folders: Any) -> None:
+    """Which rows get how many drafts depends on how long steps take; tokens do not."""
+    few = list(FEW)
+    asked: Asked = [(prompt, greedy(allowed_token_ids=few)) for prompt in prompts(4)]
+    asked += [(prompt, greedy(temperature=0.8, seed=3)) for prompt in prompts(4, 1)]
+    plain, _ = await serve(config_of(folders("qwen3")), asked)
+    adaptive = {**SUFFIX, "adaptive_width": True}
+    drafted, _ = await serve(config_of(folders("qwen3"), speculative_config=adaptive), asked)
+    assert drafted == plain
 
 
 async def test_an_output_is_drafted_for_its_tenant_alone(folders: Any) -> None:

@@ -25,7 +25,10 @@ DRAFTS = {
 SUFFIX = {
     **{f"{name}_ptr": "*i32" for name in ("drafts", "counts", "own", "own_cells", "shared")},
     **{f"{name}_ptr": "*i64" for name in ("own_base", "own_row_cells", "own_end", "token_owners")},
-    **{f"{name}_ptr": "*i64" for name in ("base", "row_cells", "owners", "first", "end")},
+    **{
+        f"{name}_ptr": "*i64"
+        for name in ("base", "row_cells", "owners", "other_owners", "first", "end")
+    },
     **{name: "i32" for name in ("own_size", "own_buckets", "shared_size", "shared_buckets")},
     **{name: "i32" for name in ("size", "num_buckets", "most", "num_drafts")},
     "shared_cells_ptr": "*i32",
@@ -53,11 +56,11 @@ KERNELS = [
     *(
         (
             suffix_drafts._drafts_kernel,
-            {"SHARED": shared, "DEPTH": 24, "DRAFTS": 8, "LANES": 16},
+            {"OTHERS": others, "DEPTH": 24, "DRAFTS": 8, "LANES": 16},
             1,
             SUFFIX,
         )
-        for shared in (False, True)
+        for others in range(3)
     ),
     (
         drafts._verify_kernel,

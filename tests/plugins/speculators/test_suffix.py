@@ -242,6 +242,27 @@ def test_rows_are_independent_and_tenants_too(kernels: bool) -> None:
     assert proposed(speculator, {2: asks}) == [[]], "that was a prompt"
 
 
+@pytest.mark.parametrize("kernels", kinds())
+@pytest.mark.parametrize("cached", [0, 9])
+def test_a_prediction_is_drafted_for_its_request_alone(kernels: bool, cached: int) -> None:
+    """From its beginning, and again where the output returns to it; also with an output beside
+    it that others may find."""
+    speculator = made(kernels, 4, {"suffix_decoding_max_cached_requests": cached})
+    prompt, prediction = [11, 12, 13, 14, 15, 16, 17], (1, 2, 3, 4, 5, 6, 7, 8)
+    speculator.start(RequestText(0, 7, 7, 1, tuple(prompt), prediction))
+    speculator.start(RequestText(1, 7, 7, 1, tuple(prompt)))
+    both = {0: prompt, 1: prompt}
+    assert proposed(speculator, both) == [[1, 2, 3, 4], []]
+    assert proposed(speculator, {0: [*prompt, 1, 9, 3, 4]}) == [[5, 6]]
+    ended(speculator, 1, [*prompt, 3, 4, 20, 21, 22], 12)
+    speculator.start(RequestText(2, 7, 7, 1, tuple(prompt)))
+    found = proposed(speculator, {0: [*prompt, 1, 2, 3, 4], 2: [*prompt, 3, 4]})
+    assert found == [[5, 6, 7, 8], [20, 21] if cached else []]
+    ended(speculator, 0, prompt, 7)
+    speculator.start(RequestText(0, 7, 7, 1, tuple(prompt)))
+    assert proposed(speculator, both) == [[], []]
+
+
 def test_a_resumed_request_shares_its_output_once() -> None:
     """It left its slot with a part of it, which is known when it takes one again."""
     speculator = made(False, 4, {})
@@ -250,7 +271,6 @@ def test_a_resumed_request_shares_its_output_once() -> None:
     ended(speculator, 0, prompt + output[:4], 6)
     speculator.start(RequestText(1, 6, 2, 1))
     ended(speculator, 1, prompt + output, 10)
-    assert speculator._shared is not None
     assert speculator._shared.tokens[: speculator._end].tolist() == [1, 2, 3, 4, -1, 5, 6, 7, 8, -1]
 
 
