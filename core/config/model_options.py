@@ -57,6 +57,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             '{"enable_thinking": false}.'
         ),
     ] = None
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool,
+        doc(
+            "Leave tools out of the prompt of a request that may not call them (tool_choice none). "
+            "Off: the prompt has them, and so the same cached prefix as with auto."
+        ),
+    ] = True
     assistant_control_tokens: Annotated[
         bool,
         doc(

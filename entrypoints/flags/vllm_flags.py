@@ -22,7 +22,6 @@ _MODEL_OWN = "it is for a model that has no such form here"
 _NO_SUPERVISOR = "no process supervises servers of one port each"
 _READS = "files are mapped, and read in the order in which they lie on disk"
 _STATES = "states and windows are kept at the blocks that prefix caching needs"
-_TOOLS_LEFT_OUT = "tool_choice none always leaves tools out of the prompt"
 _TUNED = "kernels are tuned by `jackfield bench tune`, not at a start"
 _WARMED = "kernels are compiled before the server is ready"
 NO_EFFECT: dict[str, tuple[int | str, str]] = {
@@ -127,7 +126,6 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--enable-mamba-shared-prefix-checkpoint": (0, _STATES),
     "--use-replayssm": (0, _STATES),
     "--worker-use-ray": (0, "see --executor ray"),
-    "--exclude-tools-when-tool-choice-none": (0, _TOOLS_LEFT_OUT),
     "--watermark": (1, "a preempted request is computed again when there is room"),
 }
 """Flag → number of values, and why it is unnecessary."""
@@ -214,7 +212,6 @@ MISSING: dict[str, str] = {
     "--enable-scale-out": "prompts are rendered and computed by one server",
     "--enable-trace-replay": "see --record-steps and `jackfield debug replay`",
     "--engram-config": "no model with such a memory is supported yet",
-    "--expand-tools-even-if-tool-choice-none": "tool_choice none leaves tools out of the prompt",
     "--fingerprint-mode": "responses have no system_fingerprint",
     "--fingerprint-value": "responses have no system_fingerprint",
     "--grpc": "the server speaks HTTP",
@@ -317,6 +314,7 @@ EQUIVALENT: dict[str, Option] = {
     "--device-memory-utilization": renamed("--gpu-memory-utilization"),
     "--disable-uvicorn-access-log": fixed("--access-log=off"),
     "--disable-log-requests": fixed("--no-enable-log-requests"),
+    "--expand-tools-even-if-tool-choice-none": fixed("--no-exclude-tools-when-tool-choice-none"),
     "--guided-decoding-backend": values.GRAMMARS,
     "--structured-outputs-config.backend": values.GRAMMARS,
     "--structured-outputs-config": values.STRUCTURED,

@@ -326,7 +326,7 @@ class ModernBertModel(nn.Module):
                 param="operations",
             )
         self.kinds = tuple(hf.layer_types)
-        self.rotaries = nn.ModuleDict(
+        self.rotaries: Any = nn.ModuleDict(
             {kind: Rotary(config, build, rope_of_type(hf, kind)) for kind in set(self.kinds)}
         )
         self.embeddings = ModernEmbeddings(config, build)
@@ -342,7 +342,7 @@ class ModernBertModel(nn.Module):
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         rows = RaggedRows.of(context.layout.query_start_cpu, input_ids.device)
         cos_sin = {
-            kind: rotary.cos_sin[context.positions][:, None]  # type: ignore[operator]
+            kind: rotary.cos_sin[context.positions][:, None]
             for kind, rotary in self.rotaries.items()
         }
         hidden: torch.Tensor = self.embeddings(input_ids)

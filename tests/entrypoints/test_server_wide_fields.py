@@ -243,6 +243,34 @@ def test_invocations_go_to_the_route_of_their_fields(server: Server) -> None:
         assert list(response.iter_lines())[-2] == "data: [DONE]"
 
 
+# ---------------------------------------------------------------- tools that are not called
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_tools_that_may_not_be_called_are_left_out_or_kept(checkpoint: Path, kept: bool) -> None:
+    """At every route of chats: as many tokens of prompt as without tools, or as with auto."""
+    options = {"exclude_tools_when_tool_choice_none": not kept, "tool_call_parser": "hermes"}
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    chat = {"tools": [{"type": "function", "function": function}]}
+    item = {"tools": [{"type": "function", **function}]}
+    block = {"tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}]}
+    with running(engine_config(checkpoint, device="cpu", **options)) as one:
+
+        def counted(path: str, body: dict[str, Any], count: str) -> int:
+            answer = httpx.post(f"{one.url}{path}", json={**CHAT, "input": "hi", **body}).json()
+            return int((answer.get("usage") or answer)[count])
+
+        for path, tools, count, none in (
+            ("/v1/chat/completions", chat, "prompt_tokens", "none"),
+            ("/v1/responses/input_tokens", item, "input_tokens", "none"),
+            ("/v1/messages/count_tokens", block, "input_tokens", {"type": "none"}),
+        ):
+            without, auto = counted(path, {}, count), counted(path, tools, count)
+            assert without < auto
+            found = counted(path, {**tools, "tool_choice": none}, count)
+            assert found == (auto if kept else without), path
+
+
 # ---------------------------------------------------------------- parts
 
 

@@ -365,17 +365,10 @@ def test_explain_shows_no_secret(
 
 
 def test_explain_checks_the_options_together(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [
-        "--explain",
-        "--spec-method",
-        "ngram",
-        "--spec-tokens",
-        "3",
-        "--kv-offloading-size",
-        "1",
-    ]
+    argv = ["--explain", "--kv-cache-memory-bytes", "1G", "--num-gpu-blocks-override", "9"]
     assert main(["serve", *argv]) == 2
-    assert capsys.readouterr().out.splitlines()[-1].startswith("refused: --speculative-config: ")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("refused: --kv-cache-memory-bytes: ")
 
 
 def test_explain_starts_the_embedded_model_with_what_it_prints() -> None:

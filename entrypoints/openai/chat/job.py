@@ -125,7 +125,7 @@ def new_job(
         model,
         request,
         request.messages,
-        _rendering(request, tools, arguments),
+        _rendering(engine, request, tools, arguments),
         _constrained(engine, params, parsers, calls),
         tools,
         parsers,
@@ -134,10 +134,14 @@ def new_job(
 
 
 def _rendering(
-    request: ChatRequest, tools: ChatTools, template_arguments: Mapping[str, Any]
+    engine: AsyncEngine,
+    request: ChatRequest,
+    tools: ChatTools,
+    template_arguments: Mapping[str, Any],
 ) -> ChatOptions:
+    shown = tools.offered or not engine.config.exclude_tools_when_tool_choice_none
     return {
-        "tools": tools.definitions if tools.offered else None,
+        "tools": (tools.definitions or None) if shown else None,
         "chat_template_kwargs": template_arguments,
         "add_generation_prompt": request.begins_message,
         "continue_final_message": request.continue_final_message,
