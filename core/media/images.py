@@ -25,17 +25,25 @@ def decode_image(data: bytes, field: str) -> Image:
     """Return a picture in RGB, turned as its EXIF says. Raises InvalidRequest."""
     from PIL import Image, UnidentifiedImageError
 
+    Image.init()
+    formats = [name for name in FORMATS if name in Image.OPEN]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's own bound, of which this is a stricter one.
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            image = Image.open(io.BytesIO(data), formats=formats)
             _check(image, field)
             image.load()
     except InvalidRequest:
         raise
+    except Image.DecompressionBombError:
+        raise InvalidRequest(
+            f"{field}: the picture has more pixels than the {MAX_PIXELS} that are decoded; send a "
+            "smaller one",
+            param=field,
+        ) from None
     except UnidentifiedImageError:
         raise InvalidRequest(
-            f"{field}: is no picture in one of the formats {', '.join(FORMATS)}", param=field
+            f"{field}: is no picture in one of the formats {', '.join(formats)}", param=field
         ) from None
     except Exception as error:  # Decoders raise anything, from struct.error to SyntaxError.
         raise InvalidRequest(

@@ -16,6 +16,15 @@ PARTS = {
 """Type of a part → its modality."""
 
 
+class MediaPart(dict[str, Any]):
+    """A part of content whose request calls it otherwise than by its place in the messages."""
+
+    def __init__(self, url: str, field: str) -> None:
+        super().__init__(type="image_url", image_url=url)
+        self.field = field
+        """For errors."""
+
+
 class MediaSource(NamedTuple):
     """Where an item comes from."""
 
@@ -43,7 +52,7 @@ def split(messages: Any, modalities: Sequence[str]) -> tuple[Any, list[MediaSour
             if not isinstance(kind, str) or kind not in PARTS:
                 parts.append(part)
                 continue
-            field = f"messages[{index}].content[{number}]"
+            field = getattr(part, "field", f"messages[{index}].content[{number}]")
             modality = PARTS[kind]
             if modality not in modalities:
                 raise InvalidRequest(
@@ -65,6 +74,8 @@ def _source(part: Mapping[str, Any], kind: str, modality: str, field: str) -> Me
     """Return the source of a part. Raises InvalidRequest."""
     name = next((name for name in ("image_url", kind, "url") if name in part), kind)
     value = part.get(name)
+    if isinstance(part, MediaPart):
+        return MediaSource(modality, value, field)
     field = f"{field}.{name}"
     if isinstance(value, Mapping):
         value, field = value.get("url"), f"{field}.url"

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...core.errors import InvalidRequest, shown
+from ...core.media.sources import MediaPart
+from ..http.content_pieces import Piece
 
 Block = dict[str, Any]
 RESULT = "_tool_result"
@@ -26,7 +28,7 @@ def block_text(block: Block, path: str) -> str | None:
         return None
     if kind not in TEXTS:
         raise InvalidRequest(
-            f"{path}: {shown(kind)} blocks are not supported here; this server's models read text",
+            f"{path}: {shown(kind)} blocks are not supported here",
             param=path,
         )
     return TEXTS[kind](block, path)
@@ -51,6 +53,37 @@ def blocks_of(content: Any, path: str) -> list[Any]:
                 f"{path}[{index}]: must be an object with a type", param=f"{path}[{index}]"
             )
     return content
+
+
+PICTURE = "image"
+
+
+def picture(block: Block, path: str) -> MediaPart:
+    """Return an image block as a part of a chat. Raises InvalidRequest."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    where = f"{path}.source"
+    if isinstance(source, dict) and kind == "url":
+        return MediaPart(text_of(source, "url", where), f"{where}.url")
+    if not isinstance(source, dict) or kind != "base64":
+        raise InvalidRequest(
+            f"{where}: must be of type base64 or url, got {shown(kind)}; files are not kept here",
+            param=where,
+        )
+    media_type, data = text_of(source, "media_type", where), text_of(source, "data", where)
+    return MediaPart(f"data:{media_type};base64,{data}", f"{where}.data")
+
+
+def pieces_of(content: Any, path: str) -> list[Piece]:
+    """Return the texts and pictures of content. Raises InvalidRequest."""
+    pieces: list[Piece] = []
+    for index, block in enumerate(blocks_of(content, path)):
+        where = f"{path}[{index}]"
+        if block["type"] == PICTURE:
+            pieces.append(picture(block, where))
+        elif (text := block_text(block, where)) is not None:
+            pieces.append(text)
+    return pieces
 
 
 def texts_of(content: Any, path: str) -> list[str]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ...core.errors import InvalidRequest, shown
+from ..http.content_pieces import Piece, as_content, as_turn
 from .block_texts import (
+    PICTURE,
     RESULT,
     SERVER_CALLS,
     block_text,
     blocks_of,
+    picture,
+    pieces_of,
     server_result,
     text_of,
     texts_of,
@@ -87,7 +92,7 @@ def to_messages(system: str | list[Any] | None, messages: list[Any]) -> list[Mes
 def _joined(message: Message) -> Message:
     between = BETWEEN.get(message["role"], "")
     joined = {
-        name: _as_content(value, between) if name in ("content", "reasoning_content") else value
+        name: as_content(value, between) if name in ("content", "reasoning_content") else value
         for name, value in message.items()
     }
     if joined["content"] == "" and "tool_calls" in joined:
@@ -95,28 +100,19 @@ def _joined(message: Message) -> Message:
     return joined
 
 
-def _as_content(turns: list[Any], between: str) -> Any:
-    """Return one turn's texts as parts, and several turns' as one text."""
-    if len(turns) == 1 and isinstance(turns[0], list):
-        return [{"type": "text", "text": text} for text in turns[0]]
-    return between.join("\n".join(turn) if isinstance(turn, list) else turn for turn in turns)
-
-
-def _as_turn(texts: list[str]) -> str | list[str]:
-    """Return a turn's texts, as a list if there are several."""
-    return texts if len(texts) > 1 else "".join(texts)
-
-
 def _is_billing(text: str) -> bool:
     return text.startswith(BILLING)
 
 
 def _add_user(chat: list[Message], blocks: list[Any], path: str, names: dict[str, str]) -> None:
-    """Add texts and tool results in order."""
-    texts: list[str] = []
+    """Add texts, pictures and tool results in order."""
+    texts: list[Piece] = []
     results = 0
     for index, block in enumerate(blocks):
         where = f"{path}[{index}]"
+        if block["type"] == PICTURE:
+            texts.append(picture(block, where))
+            continue
         if block["type"] != "tool_result":
             if (text := block_text(block, where)) is not None:
                 texts.append(text)
@@ -138,21 +134,25 @@ def _result(block: Any, path: str, names: dict[str, str]) -> Message:
             param=f"{path}.tool_use_id",
         )
     content = block.get("content")
-    if content is None:
-        texts = []
-    elif block["type"] == "tool_result":
-        texts = texts_of(content, f"{path}.content")
-    else:
-        texts = [server_result(content, f"{path}.content")]
+    pieces: list[Piece] = []
+    if content is not None and block["type"] == "tool_result":
+        pieces = pieces_of(content, f"{path}.content")
+    elif content is not None:
+        pieces = [server_result(content, f"{path}.content")]
     if block.get("is_error"):
-        texts = [f"Error: {texts[0]}", *texts[1:]] if any(texts) else ["Error"]
-    return {"role": "tool", "tool_call_id": id, "name": names[id], "content": [_as_turn(texts)]}
+        first, rest = (pieces[:1], pieces[1:]) if _is_text(pieces[:1]) else ([""], pieces)
+        pieces = [f"Error: {first[0]}", *rest] if any(pieces) else ["Error"]
+    return {"role": "tool", "tool_call_id": id, "name": names[id], "content": [as_turn(pieces)]}
 
 
-def _add_text(chat: list[Message], role: str, texts: list[str]) -> None:
+def _is_text(pieces: Sequence[Piece]) -> bool:
+    return bool(pieces) and isinstance(pieces[0], str)
+
+
+def _add_text(chat: list[Message], role: str, texts: Sequence[Piece]) -> None:
     if not chat or chat[-1]["role"] != role:
         chat.append({"role": role, "content": []})
-    chat[-1]["content"].append(_as_turn(texts))
+    chat[-1]["content"].append(as_turn(texts))
 
 
 class _Turn:
@@ -173,7 +173,7 @@ class _Turn:
             chat.append({"role": "assistant", "content": []})
         message = chat[-1]
         if any(self.texts):
-            message["content"].append(_as_turn([text for text in self.texts if text]))
+            message["content"].append(as_turn([text for text in self.texts if text]))
         if any(self.reasoning_parts):
             message.setdefault("reasoning_content", []).extend(filter(None, self.reasoning_parts))
         if self.calls:

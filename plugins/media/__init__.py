@@ -7,7 +7,15 @@ from typing import Any
 from ...core.hooks import hookimpl
 
 MODELS = {
+    "Idefics3ForConditionalGeneration": "idefics3:Idefics3",
+    "InternVLForConditionalGeneration": "internvl:InternVL",
     "LlavaForConditionalGeneration": "llava:Llava",
+    "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevision",
+    "Mistral3ForConditionalGeneration": "pixtral:Mistral3",
+    "Qwen2VLForConditionalGeneration": "qwen_vl:Qwen2VL",
+    "Qwen2_5_VLForConditionalGeneration": "qwen_vl:Qwen2VL",
+    "Qwen3VLForConditionalGeneration": "qwen_vl:Qwen3VL",
+    "SmolVLMForConditionalGeneration": "idefics3:Idefics3",
 }
 """Architecture → module and class."""
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import numpy as np
 
-from ...core.nn.context import BuildContext
-from ...core.protocols.media import MediaProcessor, MediaSetup, ProcessedMedia
-from .encoder import TransformersEncoder
+from ...core.protocols.media import MediaSetup, ProcessedMedia
+from .family import Pictures
 from .processor import ImageProcessor
 
 
@@ -23,9 +21,8 @@ class LlavaProcessor(ImageProcessor):
         return ProcessedMedia({"pixel_values": pixels}, self.repeated(count))
 
 
-class Llava:
-    modalities: ClassVar[tuple[str, ...]] = ("image",)
-    whole_spans: ClassVar[bool] = False
+class Llava(Pictures):
+    processor_class = LlavaProcessor
 
     @classmethod
     def refusal(cls, setup: MediaSetup) -> str | None:
@@ -33,11 +30,3 @@ class Llava:
         if kind not in ("clip_vision_model", "siglip_vision_model"):
             return f"its tower is a {kind}, and only those of CLIP and SigLIP are served"
         return None
-
-    @classmethod
-    def processor(cls, setup: MediaSetup) -> MediaProcessor:
-        return LlavaProcessor(setup)
-
-    @classmethod
-    def encoder(cls, setup: MediaSetup, build: BuildContext) -> TransformersEncoder:
-        return TransformersEncoder(setup, build)

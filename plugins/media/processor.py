@@ -37,11 +37,11 @@ class ImageProcessor:
                 f"({type(error).__name__}: {error})",
                 param=param,
             ) from error
-        if unknown := sorted(name for name in given if not hasattr(own, name)):
+        if unknown := sorted(given.keys() - own.valid_kwargs.__annotations__.keys()):
             raise ConfigError(
                 f"{OPTION}: {type(own).__name__} has no option {', '.join(unknown)}", param=OPTION
             )
-        self.images, self.config = own, setup.config
+        self.images, self.config, self._tokens = own, setup.config, setup.tokenize
         self.placeholder_id: int = self.find_placeholder(setup)
         options = json.dumps(own.to_dict(), sort_keys=True, default=str)
         self.fingerprint = hashlib.sha256(f"{type(own).__name__} {options}".encode()).hexdigest()
@@ -49,6 +49,18 @@ class ImageProcessor:
     def find_placeholder(self, setup: MediaSetup) -> int:
         """Return the token by which prompts say where a picture stands."""
         return int(setup.config.image_token_id)
+
+    def token(self, text: str) -> int:
+        """Return the id of a token. Raises ConfigError for a text that is none."""
+        if self._tokens is None:
+            raise ConfigError(
+                f"skip_tokenizer_init: pictures of this model take the token {text!r}",
+                param="skip_tokenizer_init",
+            )
+        ids = self._tokens(text)
+        if len(ids) != 1:
+            raise ConfigError(f"model: its tokenizer has no token {text!r}", param="model")
+        return ids[0]
 
     def image(self, image: Image) -> ProcessedMedia:
         tensors = self.images(images=[image], return_tensors="np")

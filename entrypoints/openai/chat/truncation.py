@@ -37,12 +37,11 @@ async def fit_to_context(
     """
     limit = TokenLimit(tokens=room, context=job.engine.model_config.max_model_len, param="messages")
 
-    def num_tokens(begin: int) -> int:
-        return len(job.engine.render_chat(messages_from(begin), limit=limit, **job.rendering))
-
     async def fits(begin: int) -> bool:
         try:
-            return await job.engine.in_text_threads(size, lambda: num_tokens(begin)) <= room
+            messages = await job.engine.in_text_threads(size, lambda: messages_from(begin))
+            tokens = await job.engine.tokenize_chat(messages, limit=limit, **job.rendering)
+            return len(tokens) <= room
         except ContextLengthExceeded:
             return False
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ....core.errors import InvalidRequest
+from ...http.content_pieces import Turn, as_content
 from .item_kinds import (
     KINDS,
     Item,
@@ -14,9 +15,9 @@ from .item_kinds import (
     PromptCall,
     call_id,
     check_item,
+    parts_of,
     shown_texts,
     text_field,
-    texts_of,
 )
 
 MAX_ITEMS = 16384
@@ -90,12 +91,12 @@ def _message(item: Item, path: str) -> Item:
         )
     content = item.get("content")
     if isinstance(content, str):
-        texts = [content]
+        given = [{"text": content}]
     else:
-        texts = texts_of(content, f"{path}.content")
+        given = parts_of(content, f"{path}.content", pictures=role == "user")
     part: Item = {"type": "output_text" if role == "assistant" else "input_text"}
     extra: Item = {"annotations": [], "logprobs": []} if role == "assistant" else {}
-    parts = [{**part, "text": text, **extra} for text in texts]
+    parts = [{**part, **each, **extra} for each in given]
     return _identified(item, "message", role=role, content=parts)
 
 
@@ -144,15 +145,8 @@ def to_messages(items: list[Item], instructions: str | None) -> list[dict[str, A
     for message in messages:
         separator = "\n\n" if message["role"] == "system" else ""
         if "content" in message or not message.get("tool_calls"):
-            message["content"] = _as_content(message.get("content", []), separator)
+            message["content"] = as_content(message.get("content", []), separator)
     return messages
-
-
-def _as_content(items: list[str | list[str]], separator: str) -> str | list[Item]:
-    """Return one item's texts as parts, and several items' as one text."""
-    if len(items) == 1 and isinstance(items[0], list):
-        return [{"type": "text", "text": text} for text in items[0]]
-    return separator.join("\n".join(texts) if isinstance(texts, list) else texts for texts in items)
 
 
 def _add_other(
@@ -187,7 +181,7 @@ def _add_told(messages: list[dict[str, Any]], item: Item) -> None:
         messages.append({"role": role, "content": [text]})
 
 
-def _add_text(messages: list[dict[str, Any]], text: str | list[str]) -> None:
+def _add_text(messages: list[dict[str, Any]], text: Turn) -> None:
     last = messages[-1] if messages else {}
     if last.get("role") == "assistant" and "content" not in last:
         last["content"] = [text]

@@ -11,11 +11,15 @@ from typing import Any
 import msgspec
 
 from ....core.errors import InvalidRequest, shown
+from ....core.media.sources import MediaPart
+from ...http.content_pieces import Turn, as_turn
 from .client_tools import CLIENT_TOOLS, TOOL_OF_CALL
 from .custom_tools import INPUT
 from .tools import flat_name, read_tools
 
 Item = dict[str, Any]
+PICTURE = "input_image"
+"""Type of a part that is a picture."""
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
@@ -33,7 +37,7 @@ class Kind(msgspec.Struct, frozen=True):
     """Raises InvalidRequest with a faulty field's path."""
     call: Callable[[Item], PromptCall | None] = lambda item: None
     """The call of an item."""
-    result: Callable[[Item], str | list[str] | None] = lambda item: None
+    result: Callable[[Item], Turn | None] = lambda item: None
     """The result's text or texts, of a result or in a call."""
     text: Callable[[Item], str | None] = lambda item: None
     """The item's text for the model."""
@@ -65,20 +69,37 @@ def text_field(item: Item, name: str, path: str, *, empty: bool = False) -> str:
 
 def texts_of(parts: Any, path: str) -> list[str]:
     """Return content parts' texts. Raises InvalidRequest with the part's path."""
+    return [part["text"] for part in parts_of(parts, path, pictures=False)]
+
+
+def parts_of(parts: Any, path: str, *, pictures: bool) -> list[Item]:
+    """Return content parts, {"text": text} or pictures as they are. Raises InvalidRequest with the
+    part's path."""
     if not isinstance(parts, list):
         raise InvalidRequest(f"{path}: must be a text or a list of parts", param=path)
-    texts = []
+    found: list[Item] = []
     for index, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == PICTURE and pictures:
+            url = part.get("image_url")
+            if not isinstance(url, str) or not url:
+                raise InvalidRequest(
+                    f"{path}[{index}].image_url: must be a URL (data:…;base64,…); files are not "
+                    "kept here",
+                    param=f"{path}[{index}].image_url",
+                )
+            where = f"{path}[{index}].image_url"
+            found.append({"type": PICTURE, "image_url": url, "detail": "auto", "field": where})
+            continue
         text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_PARTS else None
         if not isinstance(text, str):
             raise InvalidRequest(
                 f'{path}[{index}]: must be {{"type": "input_text", "text": "…"}}; {kind!r} parts '
-                "are not supported by a text model",
+                "are not supported here",
                 param=f"{path}[{index}]",
             )
-        texts.append(text)
-    return texts
+        found.append({"text": text})
+    return found
 
 
 def _texts(*names: str, empty: tuple[str, ...] = ()) -> Callable[[Item, str], None]:
@@ -96,7 +117,7 @@ def _texts(*names: str, empty: tuple[str, ...] = ()) -> Callable[[Item, str], No
 def _check_output(item: Item, path: str) -> None:
     text_field(item, "call_id", path)
     if not isinstance(item.get("output"), str):
-        texts_of(item.get("output"), f"{path}.output")
+        parts_of(item.get("output"), f"{path}.output", pictures=True)
 
 
 def _check_object(name: str) -> Callable[[Item, str], None]:
@@ -120,15 +141,20 @@ def _check_shell_output(item: Item, path: str) -> None:
 # ---------------------------------------------------------------- what they are
 
 
-def shown_texts(content: Any) -> str | list[str]:
-    """Return the text of a field that is a text or a list of parts; a list if several."""
+def shown_texts(content: Any) -> Turn:
+    """Return the text of a field that is a text or a list of parts; a list if several, or if one
+    is a picture."""
     if isinstance(content, str):
         return content
-    texts = [part["refusal" if part.get("type") == "refusal" else "text"] for part in content]
-    return texts if len(texts) > 1 else "".join(texts)
+    return as_turn([
+        MediaPart(part["image_url"], part.get("field", "input"))
+        if part.get("type") == PICTURE
+        else part["refusal" if part.get("type") == "refusal" else "text"]
+        for part in content
+    ])  # fmt: skip
 
 
-def _output(item: Item) -> str | list[str]:
+def _output(item: Item) -> Turn:
     return shown_texts(item["output"])
 
 

@@ -78,7 +78,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
         "prompt": "this server keeps no prompt templates",
         "context_management": "this server compacts nothing; truncation can be auto",
         "moderation": "this server does not moderate",
-        "image": "a text model takes no images",
+        "image": "pictures are input_image parts of the input",
     }
     """Unsupported fields of OpenAI's → error text."""
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from checkpoints import FAMILIES, picture, save
 from PIL import Image
+from seeing_models import FAMILIES, picture, save
 
 from jackfield import AsyncEngine, EngineConfig, RequestOutput, SamplingParams
 
@@ -31,11 +31,11 @@ CASES = {
     "one": Case(("What is this? ", " Say it."), (picture(1),)),
     "another": Case(("What is this? ", " Say it."), (picture(2),)),
     "other words": Case(("What is this? ", " Never mind!"), (picture(1),)),
-    "two": Case(("See ", " and then ", ", please."), (picture(3, 56, 40), picture(1))),
-    "swapped": Case(("See ", " and then ", ", please."), (picture(1), picture(3, 56, 40))),
+    "two": Case(("See ", " and then ", ", please."), (picture(3, 60, 110), picture(1))),
+    "swapped": Case(("See ", " and then ", ", please."), (picture(1), picture(3, 60, 110))),
     "side by side": Case(("", "", " twice the same?"), (picture(4), picture(4))),
     "none": Case(("Only words here.",), ()),
-    "last": Case(("What do you see? ", ""), (picture(5, 32, 48),)),
+    "last": Case(("What do you see? ", ""), (picture(5, 48, 100),)),
 }
 
 

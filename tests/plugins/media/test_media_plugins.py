@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import FAMILIES, picture, save
+from seeing_models import FAMILIES, picture, save
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import JackfieldError

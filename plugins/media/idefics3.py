@@ -1,0 +1,60 @@
+"""Idefics 3 and SmolVLM: pictures in tiles with their row and column as text, then the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...core.errors import ConfigError
+from ...core.protocols.media import MediaSetup, ProcessedMedia
+from .family import Pictures
+from .processor import ImageProcessor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
+
+
+class Idefics3Processor(ImageProcessor):
+    def __init__(self, setup: MediaSetup) -> None:
+        super().__init__(setup)
+        if setup.tokenize is None:
+            raise ConfigError(
+                "skip_tokenizer_init: what stands for a picture of this model is text",
+                param="skip_tokenizer_init",
+            )
+        self._tokenize = setup.tokenize
+        vision = self.config.vision_config
+        side = vision.image_size // vision.patch_size
+        self._per_tile = int(side**2 / self.config.scale_factor**2)
+
+    def image(self, image: Image) -> ProcessedMedia:
+        tensors = self.images(images=[image], return_row_col_info=True, return_tensors="np")
+        return self.processed(tensors)
+
+    def processed(self, tensors: Mapping[str, np.ndarray]) -> ProcessedMedia:
+        rows, columns = (int(np.ravel(tensors[name])[0]) for name in ("rows", "cols"))
+        tokens: list[int] = []
+        for row in range(rows):
+            for column in range(columns):
+                tokens += self._tile(f"{AROUND}<row_{row + 1}_col_{column + 1}>")
+            # What follows the last line is one text with the line's end.
+            if row < rows - 1:
+                tokens += self._tokenize("\n")
+        tokens += self._tile(f"\n\n{AROUND}{WHOLE}" if rows else f"{AROUND}{WHOLE}")
+        tokens += self._tokenize(AROUND)
+        return ProcessedMedia(
+            {name: tensors[name] for name in ("pixel_values", "pixel_attention_mask")},
+            tokens,
+            [token == self.placeholder_id for token in tokens],
+        )
+
+    def _tile(self, text: str) -> list[int]:
+        return [*self._tokenize(text), *self.repeated(self._per_tile)]
+
+
+class Idefics3(Pictures):
+    processor_class = Idefics3Processor

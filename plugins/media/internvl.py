@@ -1,0 +1,42 @@
+"""InternVL: pictures in tiles of one size, with the whole as the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...core.protocols.media import MediaSetup, ProcessedMedia
+from .family import Pictures
+from .processor import ImageProcessor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class InternVLProcessor(ImageProcessor):
+    def __init__(self, setup: MediaSetup) -> None:
+        super().__init__(setup)
+        self._begin, self._end = self.token("<img>"), self.token("</img>")
+        self._tiles = bool(setup.processor_kwargs.get("crop_to_patches", True))
+
+    def image(self, image: Image) -> ProcessedMedia:
+        tensors = self.images(images=[image], crop_to_patches=self._tiles, return_tensors="np")
+        return self.processed(tensors)
+
+    def processed(self, tensors: Mapping[str, np.ndarray]) -> ProcessedMedia:
+        pixels, patch = tensors["pixel_values"], self.config.vision_config.patch_size
+        factor = self.config.downsample_ratio
+        sides = [
+            int(size // side * factor) for size, side in zip(pixels.shape[-2:], patch, strict=True)
+        ]
+        count = len(pixels) * sides[0] * sides[1]
+        tokens = [self._begin, *self.repeated(count), self._end]
+        return ProcessedMedia(
+            {"pixel_values": pixels}, tokens, [token == self.placeholder_id for token in tokens]
+        )
+
+
+class InternVL(Pictures):
+    processor_class = InternVLProcessor

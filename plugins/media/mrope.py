@@ -1,0 +1,38 @@
+"""Positions of three axes: frames, rows and columns of units (Qwen2-VL, arXiv 2409.12191)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...core.parts.media import PlacedItem
+from ...core.protocols.media import RopeSections
+
+
+def sections_of(rope: Mapping[str, Any]) -> RopeSections:
+    """Return the sections of a text part's `rope_parameters`."""
+    sizes = tuple(int(size) for size in rope["mrope_section"])
+    return RopeSections(sizes, bool(rope.get("mrope_interleaved", False)))
+
+
+def positions_of(items: Sequence[PlacedItem], num_tokens: int) -> tuple[np.ndarray, int]:
+    """See `MediaEncoder.positions`.
+
+    The tokens of a picture have the frame, row and column of their unit, from the position that a
+    word in its place would have; what follows goes on behind the largest of these.
+    """
+    positions = np.empty((3, num_tokens), dtype=np.int64)
+    done = position = 0
+    for item in items:
+        words = item.start - done
+        positions[:, done : item.start] = position + np.arange(words)
+        position += words
+        frames, rows, columns = item.grid
+        units = np.indices((frames, rows, columns)).reshape(3, -1)
+        positions[:, item.start : item.end] = position + units
+        position += max(rows, columns)
+        done = item.end
+    positions[:, done:] = position + np.arange(num_tokens - done)
+    return positions, position - done

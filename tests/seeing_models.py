@@ -1,0 +1,282 @@
+"""Tiny random checkpoints of multimodal families, with tokenizer and image processor."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import MethodType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+TOWER: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "image_size": 32, "patch_size": 8, "initializer_range": 0.2,
+}  # fmt: skip
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'image' %}PICTURE"
+    "{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class Family(NamedTuple):
+    """How a family's checkpoint is made."""
+
+    config: dict[str, Any]
+    """Arguments of its configuration."""
+    processor: str
+    """Image processor of `transformers`."""
+    options: dict[str, Any]
+    specials: tuple[str, ...]
+    """Special tokens: ids from 300 on."""
+    written: str
+    """What a prompt has for a picture."""
+    reference: Callable[[Path], Any]
+    """Folder → the processor of `transformers`."""
+
+
+def parts_of(folder: Path) -> tuple[Any, Any]:
+    """Return the image processor and the tokenizer there."""
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    return transformers.AutoImageProcessor.from_pretrained(folder, backend="pil"), tokenizer
+
+
+class Pixtral:
+    """What `PixtralProcessor` writes, whose module needs torchvision: a token after each line of
+    units."""
+
+    @staticmethod
+    def replace_image_token(own: Any, data: Any, number: int) -> str:
+        height, width = (int(size) // 16 for size in data["image_sizes"][number])
+        lines = ["[IMG]" * width] * height
+        return "[IMG_BREAK]".join(lines) + "[IMG_END]"
+
+
+def by_replacing(
+    kind: str, module: str, given: dict[str, Any] | None = None, **attributes: Any
+) -> Callable[[Path], Any]:
+    """Return what `Family.reference` is, of a processor of `transformers` that cannot be made here
+    (it would process video, too): what it writes for each picture, in the text."""
+
+    def reference(folder: Path) -> Any:
+        images, tokenizer = parts_of(folder)
+        ids = tokenizer.convert_tokens_to_ids
+        own = SimpleNamespace(image_processor=images, tokenizer=tokenizer, **attributes)
+        processor: Any = Pixtral
+        if module:
+            processor = getattr(importlib.import_module(f"transformers.models.{module}"), kind)
+        for name in ("_get_number_of_features", "_get_unpadded_features"):
+            if hasattr(processor, name):
+                setattr(own, name, MethodType(getattr(processor, name), own))
+
+        def process(images: Any, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+            if not images:
+                return dict(tokenizer(text, return_tensors="pt", add_special_tokens=False))
+            data = own.image_processor(images=images, return_tensors="pt", **(given or {}))
+            first, *others = text.split(attributes["image_token"])
+            for number, words in enumerate(others):
+                first += processor.replace_image_token(own, data, number) + words
+            inputs = tokenizer(first, return_tensors="pt", add_special_tokens=False)
+            tokens = inputs["input_ids"]
+            kinds = (tokens == ids(attributes["image_token"])).int()
+            kept = {name: value for name, value in data.items() if name not in UNUSED}
+            mrope = {"mm_token_type_ids": kinds} if "image_grid_thw" in kept else {}
+            return {**inputs, **kept, **mrope}
+
+        return process
+
+    return reference
+
+
+UNUSED = ("num_patches", "rows", "cols", "batch_num_images")
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+QWEN_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+QWEN_IDS = {
+    "image_token_id": 300, "vision_start_token_id": 301, "vision_end_token_id": 302,
+    "video_token_id": 303,
+}  # fmt: skip
+QWEN_WRITTEN = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN_OPTIONS = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 12}
+TILES = (
+    "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 5)),
+)  # fmt: skip
+TILED: dict[str, Any] = {
+    "text_config": {**TEXT, "model_type": "llama"},
+    "vision_config": {**TOWER, "image_size": 32, "patch_size": 8},
+    "image_token_id": 300, "scale_factor": 2, "pad_token_id": 0,
+}  # fmt: skip
+TILED_OPTIONS = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
+FAMILIES: dict[str, Family] = {
+    "Qwen2VLForConditionalGeneration": Family(
+        {
+            "text_config": {**TEXT, "rope_parameters": MROPE},
+            "vision_config": {
+                "depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2,
+            },
+            **QWEN_IDS,
+        },
+        "Qwen2VLImageProcessorPil", QWEN_OPTIONS, QWEN_TOKENS, QWEN_WRITTEN,
+        by_replacing("Qwen2VLProcessor", "qwen2_vl.processing_qwen2_vl", image_token="<|image_pad|>"),
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Family(
+        {
+            "text_config": {**TEXT, "rope_parameters": MROPE},
+            "vision_config": {
+                "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4,
+                "out_hidden_size": 64, "window_size": 56, "fullatt_block_indexes": [1],
+            },
+            **QWEN_IDS,
+        },
+        "Qwen2VLImageProcessorPil", QWEN_OPTIONS, QWEN_TOKENS, QWEN_WRITTEN,
+        by_replacing("Qwen2_5_VLProcessor", "qwen2_5_vl.processing_qwen2_5_vl", image_token="<|image_pad|>"),
+    ),
+    "Qwen3VLForConditionalGeneration": Family(
+        {
+            "text_config": {
+                **TEXT, "rope_parameters": {
+                    **MROPE, "mrope_section": [3, 3, 2], "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {
+                "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4,
+                "out_hidden_size": 64, "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0, 1], "patch_size": 16,
+            },
+            **QWEN_IDS,
+        },
+        "Qwen2VLImageProcessorPil",
+        {"min_pixels": 32 * 32, "max_pixels": 32 * 32 * 12, "patch_size": 16},
+        QWEN_TOKENS, QWEN_WRITTEN, by_replacing("Qwen3VLProcessor", "qwen3_vl.processing_qwen3_vl", image_token="<|image_pad|>"),
+    ),
+    "Mistral3ForConditionalGeneration": Family(
+        {
+            "text_config": {**TEXT, "model_type": "mistral"},
+            "vision_config": {**TOWER, "model_type": "pixtral", "image_size": 64, "head_dim": 8},
+            "image_token_id": 300, "spatial_merge_size": 2, "vision_feature_layer": -1,
+        },
+        "PixtralImageProcessorPil", {"size": {"longest_edge": 64}, "patch_size": 8},
+        ("[IMG]", "[IMG_BREAK]", "[IMG_END]"), "[IMG]",
+        by_replacing(
+            "Pixtral", "", {"patch_size": 16}, image_token="[IMG]"
+        ),
+    ),
+    "InternVLForConditionalGeneration": Family(
+        {
+            "text_config": {**TEXT, "model_type": "qwen2"},
+            "vision_config": {**TOWER, "image_size": [32, 32], "patch_size": [8, 8]},
+            "image_token_id": 300, "downsample_ratio": 0.5, "image_seq_length": 4,
+        },
+        "GotOcr2ImageProcessorPil",
+        {"size": {"height": 32, "width": 32}, "min_patches": 1, "max_patches": 4},
+        ("<IMG_CONTEXT>", "<img>", "</img>"), "<IMG_CONTEXT>",
+        by_replacing(
+            "InternVLProcessor", "internvl.processing_internvl", {"crop_to_patches": True}, image_token="<IMG_CONTEXT>",
+            start_image_token="<img>", end_image_token="</img>", image_seq_length=4,
+        ),
+    ),
+    "LlavaOnevisionForConditionalGeneration": Family(
+        {
+            "text_config": {**TEXT, "model_type": "qwen2"},
+            "vision_config": {**TOWER, "model_type": "siglip_vision_model"},
+            "image_token_id": 300, "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32]],
+            "vision_feature_layer": -1,
+        },
+        "LlavaOnevisionImageProcessorPil",
+        {
+            "size": {"height": 32, "width": 32},
+            "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32]],
+        },
+        ("<image>", "<video>"), "<image>",
+        by_replacing(
+            "LlavaOnevisionProcessor", "llava_onevision.processing_llava_onevision", image_token="<image>", num_image_tokens=16,
+            vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_9",
+        ),
+    ),
+    "Idefics3ForConditionalGeneration": Family(
+        TILED, "Idefics3ImageProcessorPil", TILED_OPTIONS, TILES, "<image>",
+        by_replacing(
+            "Idefics3Processor", "idefics3.processing_idefics3", {"return_row_col_info": True}, image_token="<image>",
+            fake_image_token="<fake_token_around_image>", global_image_tag="<global-img>",
+            image_seq_len=4,
+        ),
+    ),
+    "SmolVLMForConditionalGeneration": Family(
+        TILED, "SmolVLMImageProcessorPil", TILED_OPTIONS, TILES, "<image>",
+        by_replacing(
+            "SmolVLMProcessor", "smolvlm.processing_smolvlm", {"return_row_col_info": True}, image_token="<image>",
+            fake_image_token="<fake_token_around_image>", global_image_token="<global-img>",
+            image_seq_len=4,
+        ),
+    ),
+    "LlavaForConditionalGeneration": Family(
+        {
+            "text_config": {**TEXT, "model_type": "llama"},
+            "vision_config": {**TOWER, "model_type": "clip_vision_model", "projection_dim": 32},
+            "image_token_id": 300, "vision_feature_layer": -2,
+        },
+        "CLIPImageProcessorPil",
+        {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}},
+        ("<image>",),
+        "<image>",
+        lambda folder: transformers.LlavaProcessor(
+            *parts_of(folder), patch_size=8, vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        ),
+    ),
+}  # fmt: skip
+
+
+def tokenizer_with(specials: tuple[str, ...], template: str) -> PreTrainedTokenizerFast:
+    """One token per byte, and special tokens from 300 on."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fill = [f"<unused{number}>" for number in range(300 - len(alphabet))]
+    vocabulary = {token: number for number, token in enumerate([*alphabet, *fill])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in specials])
+    create: Any = PreTrainedTokenizerFast
+    made: PreTrainedTokenizerFast = create(tokenizer_object=backend, chat_template=template)
+    return made
+
+
+def save(architecture: str, folder: Path, **changes: Any) -> Any:
+    """Save a random model with all that it needs; return the model."""
+    family = FAMILIES[architecture]
+    kind = getattr(transformers, architecture)
+    torch.manual_seed(7)
+    config = {**copy.deepcopy(family.config), **changes}
+    model = kind(kind.config_class(**config)).float().eval()
+    with torch.no_grad():
+        for _name, parameter in model.named_parameters():
+            # Gains and biases that are all alike would hide faults of scale.
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    tokenizer_with(family.specials, TEMPLATE.replace("PICTURE", family.written)).save_pretrained(
+        folder
+    )
+    getattr(transformers, family.processor)(**family.options).save_pretrained(folder)
+    return model
+
+
+def picture(seed: int, width: int = 96, height: int = 72) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
