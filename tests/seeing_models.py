@@ -80,7 +80,9 @@ def by_replacing(
         own = SimpleNamespace(image_processor=images, tokenizer=tokenizer, **attributes)
         processor: Any = Pixtral
         if module:
-            processor = getattr(importlib.import_module(f"transformers.models.{module}"), kind)
+            processor = getattr(
+                importlib.import_module(f"transformers.models.{module}.processing_{module}"), kind
+            )
         for name in ("_get_number_of_features", "_get_unpadded_features"):
             if hasattr(processor, name):
                 setattr(own, name, MethodType(getattr(processor, name), own))
@@ -133,7 +135,7 @@ FAMILIES: dict[str, Family] = {
             **QWEN_IDS,
         },
         "Qwen2VLImageProcessorPil", QWEN_OPTIONS, QWEN_TOKENS, QWEN_WRITTEN,
-        by_replacing("Qwen2VLProcessor", "qwen2_vl.processing_qwen2_vl", image_token="<|image_pad|>"),
+        by_replacing("Qwen2VLProcessor", "qwen2_vl", image_token="<|image_pad|>"),
     ),
     "Qwen2_5_VLForConditionalGeneration": Family(
         {
@@ -145,7 +147,7 @@ FAMILIES: dict[str, Family] = {
             **QWEN_IDS,
         },
         "Qwen2VLImageProcessorPil", QWEN_OPTIONS, QWEN_TOKENS, QWEN_WRITTEN,
-        by_replacing("Qwen2_5_VLProcessor", "qwen2_5_vl.processing_qwen2_5_vl", image_token="<|image_pad|>"),
+        by_replacing("Qwen2_5_VLProcessor", "qwen2_5_vl", image_token="<|image_pad|>"),
     ),
     "Qwen3VLForConditionalGeneration": Family(
         {
@@ -163,7 +165,8 @@ FAMILIES: dict[str, Family] = {
         },
         "Qwen2VLImageProcessorPil",
         {"min_pixels": 32 * 32, "max_pixels": 32 * 32 * 12, "patch_size": 16},
-        QWEN_TOKENS, QWEN_WRITTEN, by_replacing("Qwen3VLProcessor", "qwen3_vl.processing_qwen3_vl", image_token="<|image_pad|>"),
+        QWEN_TOKENS, QWEN_WRITTEN,
+        by_replacing("Qwen3VLProcessor", "qwen3_vl", image_token="<|image_pad|>"),
     ),
     "Mistral3ForConditionalGeneration": Family(
         {
@@ -187,7 +190,7 @@ FAMILIES: dict[str, Family] = {
         {"size": {"height": 32, "width": 32}, "min_patches": 1, "max_patches": 4},
         ("<IMG_CONTEXT>", "<img>", "</img>"), "<IMG_CONTEXT>",
         by_replacing(
-            "InternVLProcessor", "internvl.processing_internvl", {"crop_to_patches": True}, image_token="<IMG_CONTEXT>",
+            "InternVLProcessor", "internvl", {"crop_to_patches": True}, image_token="<IMG_CONTEXT>",
             start_image_token="<img>", end_image_token="</img>", image_seq_length=4,
         ),
     ),
@@ -205,14 +208,15 @@ FAMILIES: dict[str, Family] = {
         },
         ("<image>", "<video>"), "<image>",
         by_replacing(
-            "LlavaOnevisionProcessor", "llava_onevision.processing_llava_onevision", image_token="<image>", num_image_tokens=16,
+            "LlavaOnevisionProcessor", "llava_onevision", image_token="<image>",
+            num_image_tokens=16,
             vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_9",
         ),
     ),
     "Idefics3ForConditionalGeneration": Family(
         TILED, "Idefics3ImageProcessorPil", TILED_OPTIONS, TILES, "<image>",
         by_replacing(
-            "Idefics3Processor", "idefics3.processing_idefics3", {"return_row_col_info": True}, image_token="<image>",
+            "Idefics3Processor", "idefics3", {"return_row_col_info": True}, image_token="<image>",
             fake_image_token="<fake_token_around_image>", global_image_tag="<global-img>",
             image_seq_len=4,
         ),
@@ -220,7 +224,7 @@ FAMILIES: dict[str, Family] = {
     "SmolVLMForConditionalGeneration": Family(
         TILED, "SmolVLMImageProcessorPil", TILED_OPTIONS, TILES, "<image>",
         by_replacing(
-            "SmolVLMProcessor", "smolvlm.processing_smolvlm", {"return_row_col_info": True}, image_token="<image>",
+            "SmolVLMProcessor", "smolvlm", {"return_row_col_info": True}, image_token="<image>",
             fake_image_token="<fake_token_around_image>", global_image_token="<global-img>",
             image_seq_len=4,
         ),

@@ -459,6 +459,8 @@ class Scheduler:
         `KVCacheManager.change_weights`.
         """
         self.kv.change_weights(identity, self.requests.by_id.values())
+        for weights_changed in self._parts.weights_changed:
+            weights_changed()
         self.name_weights(version)
 
     def name_weights(self, version: str) -> None:

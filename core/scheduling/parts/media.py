@@ -199,6 +199,11 @@ class Media(SchedulerPart):
         self.abandon()
         self._drop_all = True
 
+    def weights_changed(self) -> None:
+        """Forget all outputs: items that rows still need are encoded again."""
+        self.abandon()
+        self._drop_all = True
+
     def abandon(self) -> None:
         for kept in (self._kept, self._users, self._held, self._touched, self._doubtful):
             kept.clear()

@@ -206,6 +206,10 @@ class SchedulerPart:
         """Note that a step failed as a whole: no step is in flight any more, running requests were
         preempted, and the worker has forgotten all slots. dropped: results of later steps."""
 
+    def weights_changed(self) -> None:
+        """Note that the next plan computes with other weights. No step is in flight; running
+        requests may go on with what they have cached."""
+
     def abandon(self) -> None:
         """Note that the device is lost: no further result will come. All requests have ended."""
 

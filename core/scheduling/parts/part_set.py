@@ -55,6 +55,7 @@ class SchedulerParts:
         self.invalidate = self._having("invalidate")
         self.ended = self._having("ended")
         self.step_failed = self._having("step_failed")
+        self.weights_changed = self._having("weights_changed")
         self.abandon = self._having("abandon")
         self.held_blocks = self._having("held_blocks")
         self.awaited = self._having("awaited")

@@ -15,6 +15,7 @@ from jackfield.core.scheduling.parts.encoder_decoder import EncoderDecoder
 from jackfield.core.scheduling.parts.guarded_connector import GuardedConnector
 from jackfield.core.scheduling.parts.kv_compression import CompressionRule, KVCompression
 from jackfield.core.scheduling.parts.kv_transfer import KVTransfer
+from jackfield.core.scheduling.parts.media import Media
 from jackfield.core.scheduling.parts.part import PartMaker
 from jackfield.core.scheduling.parts.pipeline import Pipeline
 from jackfield.core.scheduling.parts.speculation import Speculation
@@ -36,6 +37,7 @@ def parts_for(
     num_snapshots: int | None = None,
     max_source_tokens: int = 0,
     adapters: tuple[AdapterRoom, int, int] | None = None,
+    media: tuple[int, bool] | None = None,
 ) -> list[PartMaker]:
     """The parts of these capabilities, in an engine's order."""
     parts: list[PartMaker] = []
@@ -53,6 +55,8 @@ def parts_for(
         parts.append(States)
     if max_source_tokens:
         parts.append(EncoderDecoder.maker(max_source_tokens))
+    if media is not None:
+        parts.append(Media.maker(*media))
     return parts
 
 
