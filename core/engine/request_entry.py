@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import uuid
 from collections.abc import Mapping, Sequence
@@ -163,16 +162,8 @@ class RequestEntry:
         self, messages: Sequence[ChatMessage]
     ) -> tuple[Sequence[ChatMessage], list[MediaSource]]:
         """Return the messages, with media by type alone, and the sources of these."""
-        if self.media is not None:
-            return split(messages, self.media.modalities)
-        if reason := self.core.model_config.text_alone:
-            with contextlib.suppress(InvalidRequest):
-                split(messages, ())
-                return messages, []
-            raise InvalidRequest(
-                f"messages: this server takes text alone: {reason}", param="messages"
-            )
-        return messages, []
+        modalities = () if self.media is None else self.media.modalities
+        return split(messages, modalities, self.core.model_config.text_alone)
 
     def _without_media(self, prompt: Prompt) -> tuple[Prompt, list[MediaSource]]:
         """Return a prompt without `multi_modal_data`, and the sources there."""

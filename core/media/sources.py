@@ -19,10 +19,10 @@ PARTS = {
 class MediaPart(dict[str, Any]):
     """A part of content whose request calls it otherwise than by its place in the messages."""
 
-    def __init__(self, url: str, field: str) -> None:
+    def __init__(self, url: str, field: str, kind: str) -> None:
+        """field: what the request calls it, for errors; kind: its type there."""
         super().__init__(type="image_url", image_url=url)
-        self.field = field
-        """For errors."""
+        self.field, self.kind = field, kind
 
 
 class MediaSource(NamedTuple):
@@ -35,9 +35,12 @@ class MediaSource(NamedTuple):
     """What the request calls it, for errors."""
 
 
-def split(messages: Any, modalities: Sequence[str]) -> tuple[Any, list[MediaSource]]:
+def split(
+    messages: Any, modalities: Sequence[str], reason: str = ""
+) -> tuple[Any, list[MediaSource]]:
     """Return messages whose media parts are {"type": modality} alone, and the sources of these, in
-    order; the same messages if they have none. Raises InvalidRequest for other modalities."""
+    order; the same messages if they have none. Raises InvalidRequest for other modalities, perhaps
+    with a reason."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         return messages, []
     sources: list[MediaSource] = []
@@ -55,9 +58,11 @@ def split(messages: Any, modalities: Sequence[str]) -> tuple[Any, list[MediaSour
             field = getattr(part, "field", f"messages[{index}].content[{number}]")
             modality = PARTS[kind]
             if modality not in modalities:
+                named = getattr(part, "kind", kind)
+                because = f": {reason}" if reason else ""
                 raise InvalidRequest(
-                    f"{field}: {kind!r} parts are not supported: this server's model takes "
-                    f"{' and '.join(('text', *modalities))}",
+                    f"{field}: {named!r} parts are not supported; this server takes "
+                    f"{' and '.join(('text', *modalities))}{because}",
                     param=field,
                 )
             sources.append(_source(part, kind, modality, field))

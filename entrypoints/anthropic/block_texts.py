@@ -64,14 +64,14 @@ def picture(block: Block, path: str) -> MediaPart:
     kind = source.get("type") if isinstance(source, dict) else None
     where = f"{path}.source"
     if isinstance(source, dict) and kind == "url":
-        return MediaPart(text_of(source, "url", where), f"{where}.url")
+        return MediaPart(text_of(source, "url", where), f"{where}.url", PICTURE)
     if not isinstance(source, dict) or kind != "base64":
         raise InvalidRequest(
             f"{where}: must be of type base64 or url, got {shown(kind)}; files are not kept here",
             param=where,
         )
     media_type, data = text_of(source, "media_type", where), text_of(source, "data", where)
-    return MediaPart(f"data:{media_type};base64,{data}", f"{where}.data")
+    return MediaPart(f"data:{media_type};base64,{data}", f"{where}.data", PICTURE)
 
 
 def pieces_of(content: Any, path: str) -> list[Piece]:

@@ -212,7 +212,7 @@ def test_turns_of_one_role_cost_time_linear_in_them() -> None:
     assert [len(message["content"]) for message in chat] == [4098 * 3000 - 2, 4097 * 3000 - 1, 1]
 
 
-IMAGE: Any = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+IMAGE: Any = {"type": "image", "source": {"type": "file", "file_id": "x"}}
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
@@ -221,12 +221,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [user("x")]}, "messages[0].content[0]"),
     ({"messages": [user({"text": "x"})]}, "messages[0].content[0]"),
-    ({"messages": [user(text("x"), IMAGE)]}, "messages[0].content[1]"),
+    ({"messages": [user(text("x"), IMAGE)]}, "messages[0].content[1].source"),
     ({"messages": [user({"type": "document", "source": {}})]}, "messages[0].content[0]"),
     ({"messages": [user({"type": "text", "text": 3})]}, "messages[0].content[0].text"),
     ({"messages": [user(result("x"))]}, "messages[0].content[0].tool_use_id"),
     ({"messages": [user(text("x")), assistant(USE), user(result([IMAGE]))]},
-     "messages[2].content[0].content[0]"),
+     "messages[2].content[0].content[0].source"),
     ({"messages": [user(text("x")), assistant(IMAGE)]}, "messages[1].content[0]"),
     ({"messages": [user(text("x")), assistant({**USE, "id": ""})]}, "messages[1].content[0].id"),
     ({"messages": [user(text("x")), assistant(USE)]}, "messages[1]"),

@@ -450,7 +450,7 @@ def test_a_prompt_read_from_the_cache_is_counted_separately(client: anthropic.An
          "prompt is too long: 6"),
         ({"messages": [{"role": "user", "content": [
             {"type": "image", "source": {"type": "url", "url": "http://x"}}]}]},
-         "BadRequestError", "messages[0].content[0]: 'image' blocks are not supported"),
+         "BadRequestError", "messages[0].content[0].source.url: 'image' parts are not supported"),
         ({"tools": [{**WEATHER, "input_schema": {"type": "object", "properties":
                     {"a": {"$ref": "#/nowhere"}}}}], "tool_choice": {"type": "any"}},
          "BadRequestError", ""),

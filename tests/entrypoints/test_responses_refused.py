@@ -35,7 +35,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}
         ({"input": [3]}, "input[0]"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-         "input[0].content[0]"),
+         "input[0].content[0].image_url"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
          "input[0].content[0]"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
@@ -44,7 +44,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}
         ({"input": [USER, {"type": "function_call_output", "call_id": "c", "output": "1"}]},
          "input"),
         ({"input": [USER, CALL, {"type": "function_call_output", "call_id": "c", "output": [
-            {"type": "input_image", "image_url": "x"}]}]}, "input[2].output[0]"),
+            {"type": "input_image", "image_url": "x"}]}]}, "input[2].output[0].image_url"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"include": ["file_search_call.everything"]}, "include[0]"),

@@ -147,7 +147,7 @@ def shown_texts(content: Any) -> Turn:
     if isinstance(content, str):
         return content
     return as_turn([
-        MediaPart(part["image_url"], part.get("field", "input"))
+        MediaPart(part["image_url"], part.get("field", "input"), PICTURE)
         if part.get("type") == PICTURE
         else part["refusal" if part.get("type") == "refusal" else "text"]
         for part in content
