@@ -23,6 +23,14 @@ PICTURE = "input_image"
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
+class Picture(dict[str, Any]):
+    """A picture in an item, which knows what its request calls it."""
+
+    def __init__(self, field: str, **fields: Any) -> None:
+        super().__init__(fields)
+        self.field = field
+
+
 class PromptCall(msgspec.Struct, frozen=True):
     name: str
     arguments: str
@@ -89,7 +97,7 @@ def parts_of(parts: Any, path: str, *, pictures: bool) -> list[Item]:
                     param=f"{path}[{index}].image_url",
                 )
             where = f"{path}[{index}].image_url"
-            found.append({"type": PICTURE, "image_url": url, "detail": "auto", "field": where})
+            found.append(Picture(where, type=PICTURE, image_url=url, detail="auto"))
             continue
         text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_PARTS else None
         if not isinstance(text, str):
@@ -117,7 +125,12 @@ def _texts(*names: str, empty: tuple[str, ...] = ()) -> Callable[[Item, str], No
 def _check_output(item: Item, path: str) -> None:
     text_field(item, "call_id", path)
     if not isinstance(item.get("output"), str):
-        parts_of(item.get("output"), f"{path}.output", pictures=True)
+        output = item.get("output")
+        parts = parts_of(output, f"{path}.output", pictures=True)
+        item["output"] = [
+            named if isinstance(named, Picture) else part
+            for part, named in zip(output or (), parts, strict=True)
+        ]
 
 
 def _check_object(name: str) -> Callable[[Item, str], None]:
@@ -147,7 +160,7 @@ def shown_texts(content: Any) -> Turn:
     if isinstance(content, str):
         return content
     return as_turn([
-        MediaPart(part["image_url"], part.get("field", "input"), PICTURE)
+        MediaPart(part["image_url"], getattr(part, "field", "input"), PICTURE)
         if part.get("type") == PICTURE
         else part["refusal" if part.get("type") == "refusal" else "text"]
         for part in content
