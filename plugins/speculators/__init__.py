@@ -6,8 +6,11 @@ from typing import Any
 
 from ...core.hooks import hookimpl
 
-FAMILIES = ("deepseek", "ernie", "glm4_moe", "glm4_moe_lite", "mimo", "qwen3_5", "qwen3_next")
-"""Families whose name is in vLLM's older names of `mtp`."""
+MTP = (
+    "mtp", "deepseek_mtp", "ernie_mtp", "glm4_moe_lite_mtp", "glm4_moe_mtp", "mimo_mtp",
+    "qwen3_5_mtp", "qwen3_next_mtp",
+)  # fmt: skip
+"""The method, and vLLM's older names of it."""
 
 
 @hookimpl
@@ -17,7 +20,7 @@ def register_speculators(registry: Any) -> None:
     registry.add("draft_model", "jackfield.plugins.speculators.draft_model:DraftModel")
     registry.add("eagle", "jackfield.plugins.speculators.eagle:Eagle")
     registry.add("eagle3", "jackfield.plugins.speculators.eagle3:Eagle3")
-    for name in ("mtp", *(f"{family}_mtp" for family in FAMILIES)):
+    for name in MTP:
         registry.add(name, "jackfield.plugins.speculators.mtp:Mtp")
     registry.add("medusa", "jackfield.plugins.speculators.medusa:Medusa")
     registry.add("mlp_speculator", "jackfield.plugins.speculators.mlp_speculator:MlpSpeculator")
