@@ -12,6 +12,7 @@ judge how many drafts a model would say.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from typing import Any, ClassVar
 
@@ -23,7 +24,8 @@ from torch import nn
 from ...core.config import EngineConfig
 from ...core.engine.async_engine import AsyncEngine
 from ...core.loading.build import build_model
-from ...core.loading.model_config import ModelConfig, resolve_model_config
+from ...core.loading.json_file import read_object
+from ...core.loading.model_config import ModelConfig, checkpoint_folder, resolve_model_config
 from ...core.nn.context import ForwardContext
 from ...core.nn.operations import Operations
 from ...core.protocols.speculators import (
@@ -54,9 +56,11 @@ class SpeculatorKit(Kit):
     """Keys of `speculative_config` besides `method` and `num_speculative_tokens`; with `model`, the
     folder of its checkpoint."""
 
-    def site(self, num_drafts: int) -> DraftSite:
+    @classmethod
+    @functools.cache
+    def site(cls, num_drafts: int) -> DraftSite:
         """Return what the speculator's needs may depend on."""
-        speculator_class, plugins = self.registered(), self.plugins()
+        speculator_class, plugins = cls.registered(), cls.plugins()
         config, operations = EngineConfig(device="cpu", dtype="float32"), Operations()
         target_config = resolve_model_config(config, plugins)
 
@@ -66,10 +70,12 @@ class SpeculatorKit(Kit):
                 architecture=architecture,
             )  # fmt: skip
 
-        options = dict(self.own_options)
+        options = dict(cls.own_options)
         draft_config = None if speculator_class.checkpoint == "none" else target_config
         if (model := options.pop("model", None)) is not None:
-            own = msgspec.structs.replace(config, model=str(model))
+            raw = read_object(checkpoint_folder(str(model)) / "config.json")
+            overrides = dict(speculator_class.overrides(raw))
+            own = msgspec.structs.replace(config, model=str(model), hf_overrides=overrides)
             draft_config = resolve_model_config(own, plugins)
         return DraftSite(
             options=msgspec.convert(options, speculator_class.options),
@@ -80,17 +86,13 @@ class SpeculatorKit(Kit):
             load=load,
         )
 
-    def needs(self, num_drafts: int = 4) -> SpeculatorNeeds:
-        needs: SpeculatorNeeds = self.registered().needs(self.site(num_drafts))
-        return needs
-
     def make(self, num_drafts: int = 4) -> Speculator:
         """Create the speculator as the worker does. Skips the test if it cannot be called alone."""
         speculator_class = self.registered()
         options = {name: value for name, value in self.own_options.items() if name != "model"}
         needs = SpeculatorNeeds()
         if speculator_class.needs.__func__ is not Speculator.needs.__func__:  # type: ignore[attr-defined]
-            needs = self.needs(num_drafts)
+            needs = speculator_class.needs(self.site(num_drafts))
         if needs.taps or (needs.model is not None and cache_layers(needs.model)):
             pytest.skip("it is called by an engine alone")
         setup = SpeculatorSetup(

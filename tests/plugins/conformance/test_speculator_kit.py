@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import copy
+from typing import Any, ClassVar, cast
 
 import torch
 from mutants import Mutant, mutant_tests, plugin_of, subclass
 
-from jackfield.core.protocols import Drafts
+from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.protocols import (
+    Drafts,
+    DraftSite,
+    KnownTokens,
+    Speculator,
+    SpeculatorNeeds,
+    SpeculatorSetup,
+)
 from jackfield.plugins.conformance.speculators import SpeculatorKit
 from jackfield.plugins.speculators.ngram import Ngram
 from jackfield.plugins.speculators.suffix import Suffix
@@ -21,6 +30,35 @@ class TestNgram(SpeculatorKit):
 class TestSuffix(SpeculatorKit):
     name = "suffix"
     own_options = {"suffix_decoding_max_cached_requests": 9}
+
+
+class Further(Speculator):
+    """Reads hidden states: what the target's head finds likeliest now is likely soon, too."""
+
+    @classmethod
+    def needs(cls, site: DraftSite) -> SpeculatorNeeds:
+        target: Any = site.target
+        return SpeculatorNeeds(model=copy.deepcopy(target.output_embeddings), hidden=True)
+
+    def __init__(self, setup: SpeculatorSetup) -> None:
+        self.setup, self.head = setup, cast(Any, setup.model)
+
+    def propose(self, tokens: KnownTokens) -> Drafts:
+        logits = self.head.logits(tokens.hidden)[:, : self.setup.vocab_size]
+        likeliest = logits.topk(self.setup.num_drafts).indices
+        return Drafts(likeliest, torch.full_like(tokens.lengths, self.setup.num_drafts))
+
+
+class TestFurther(SpeculatorKit):
+    name = "further"
+    plugin = plugin_of("speculator", "further", Further)
+
+
+class TestDraftModel(SpeculatorKit):
+    """The target itself, in an engine."""
+
+    name = "draft_model"
+    own_options = {"model": str(EMBEDDED_MODEL)}
 
 
 class Kit(SpeculatorKit):
@@ -65,6 +103,20 @@ def written(self: Any, tokens: Any) -> Drafts:
 def lengths_counted_up(self: Any, tokens: Any) -> Drafts:
     tokens.lengths.add_(1)
     return Ngram.propose(self, tokens)
+
+
+def zeroed_states(self: Any, tokens: Any) -> Drafts:
+    if tokens.hidden is not None:
+        tokens.hidden.zero_()
+    return Ngram.propose(self, tokens)
+
+
+def from_the_first_state(self: Any, tokens: Any) -> Drafts:
+    drafts = Ngram.propose(self, tokens)
+    if tokens.hidden is None:
+        return drafts
+    token = (tokens.hidden[:1].abs().sum() * 1000).long() % 40
+    return Drafts(token.expand(drafts.token_ids.shape), torch.ones_like(drafts.counts))
 
 
 def from_behind(self: Any, tokens: Any) -> Drafts:
@@ -143,6 +195,12 @@ MUTANTS = {
     "a wrong number of columns": Mutant(subclass(Ngram, propose=one_column), (VOCABULARY, ENGINE)),
     "writes into the history": Mutant(
         subclass(Ngram, propose=written), (UNCHANGED,), perhaps=(ALONE,)
+    ),
+    "changes the hidden states": Mutant(
+        subclass(Ngram, propose=zeroed_states), (UNCHANGED,), perhaps=(ALONE,)
+    ),
+    "depends on another row's hidden state": Mutant(
+        subclass(Ngram, propose=from_the_first_state), (ALONE,)
     ),
     "changes the lengths": Mutant(
         subclass(Ngram, propose=lengths_counted_up), (UNCHANGED, ALONE), perhaps=(VOCABULARY,)
