@@ -33,10 +33,13 @@ def resolve_speculation(
         logger.info("speculative_config: %s drafts as %s", given.model, method)
     speculator = plugins["speculator"].load(method)
     source = speculator.checkpoint
+    beside = model_config.path / method
+    if source == "draft" and given.model is None and (beside / "config.json").is_file():
+        given = msgspec.structs.replace(given, model=str(beside))
     if source == "draft" and given.model is None:
         raise ConfigError(
             f"{FIELD}: {method!r} drafts with a checkpoint of its own; name its folder or hub name "
-            "as model",
+            f"as model, or put it into {beside}",
             param=FIELD,
         )
     if source == "none" and given.model is not None:

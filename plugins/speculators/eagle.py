@@ -169,7 +169,7 @@ class EagleHead(Head):
     ) -> torch.Tensor:
         """The tokens that follow, and states of the target or of the head: → [num_tokens,
         hidden_size]"""
-        x = self.fc(torch.cat((self.embed_tokens(next_ids), hidden), dim=-1))
+        x: torch.Tensor = self.fc(torch.cat((self.embed_tokens(next_ids), hidden), dim=-1))
         for layer in self.layers:
             x = layer(x, self.rotary, context)
         return x
