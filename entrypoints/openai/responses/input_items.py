@@ -12,6 +12,7 @@ from .item_kinds import (
     KINDS,
     Item,
     Kind,
+    Picture,
     PromptCall,
     call_id,
     check_item,
@@ -96,7 +97,7 @@ def _message(item: Item, path: str) -> Item:
         given = parts_of(content, f"{path}.content", pictures=role == "user")
     part: Item = {"type": "output_text" if role == "assistant" else "input_text"}
     extra: Item = {"annotations": [], "logprobs": []} if role == "assistant" else {}
-    parts = [{**part, **each, **extra} for each in given]
+    parts = [each if isinstance(each, Picture) else {**part, **each, **extra} for each in given]
     return _identified(item, "message", role=role, content=parts)
 
 
