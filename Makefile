@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu test-nightly mutants lint style clean
+.PHONY: demo docs test test-gpu test-nightly mutants lint style clean
 
 # What a demo needs; what tests need comes on top of it. Each is installed again when its versions change.
 # torch comes first and pinned to its CPU build here, so that nothing pulls gigabytes of CUDA.
@@ -28,6 +28,11 @@ $(READY): pyproject.toml constraints.txt | $(RUNS)
 demo: $(RUNS)
 	$(BIN)/python examples/demo.py
 
+# The documentation as a site, in build/site; `make docs SERVE=1` shows it while it is written.
+docs: $(RUNS)
+	$(PIP) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(if $(SERVE),serve,build) --strict --config-file docs/site/mkdocs.yml
+
 # The repository root is the package, so mypy sees it through a link that bears its name.
 TYPES := mkdir -p $(VENV)/src && ln -sfn $(CURDIR) $(VENV)/src/jackfield && MYPYPATH=$(VENV)/src $(BIN)/mypy
 
@@ -46,6 +51,7 @@ lint: style
 	$(TYPES)
 
 test-nightly: $(READY)
+	$(PIP) -e '.[docs]'
 	$(BIN)/python -m pytest -m 'not gpu'
 
 test-gpu:
