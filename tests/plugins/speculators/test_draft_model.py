@@ -11,8 +11,10 @@ import pytest
 import torch
 import transformers
 from drafted import check_drafts, config_of, greedy, requests, serve
+from rank_executor import Plugin as Ranks
 
 from jackfield.core.errors import ConfigError
+from jackfield.core.registry import Provenance, load_plugins
 
 from helpers import COMMON, greedy_reference, make_checkpoint, reference_model
 
@@ -55,6 +57,21 @@ async def test_a_model_that_drafts_for_itself_is_always_right(name: str, folders
     stats = await check_drafts(folders(name), drafting(folders(name), 5))
     assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens > 0
     assert stats.prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("size", [None, 1])
+async def test_ranks_draft_for_themselves(size: int | None, folders: Folders) -> None:
+    """Each rank has its part of the draft model, or all of it."""
+    plugins = load_plugins()
+    plugins.add_plugin(Ranks(), Provenance("tests", "0", "rank_threads"))
+    folder, asked = folders("qwen3"), requests()
+    shared: dict[str, Any] = {"tensor_parallel_size": 2, "executor": "rank_threads"}
+    plain, _ = await serve(config_of(folder, **shared), asked, plugins)
+    speculative = drafting(folder, adaptive_width=False, draft_tensor_parallel_size=size)
+    config = config_of(folder, speculative_config=speculative, **shared)
+    drafted, stats = await serve(config, asked, plugins)
+    assert drafted == plain
+    assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens > 0
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("qwen3", 30), ("gemma3", 50)])
