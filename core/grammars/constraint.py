@@ -160,6 +160,20 @@ class Constraint:
         """Whether drafts can be followed and taken back."""
         return hasattr(self.matcher, "rollback")
 
+    def forced_tokens(self) -> list[int]:
+        """Return how the tokenizer divides text that must come next, but for its last token, which
+        may be longer.
+        """
+        forced_text = getattr(self.matcher, "forced_text", None)
+        if not self.in_grammar or forced_text is None or self._encode is None:
+            return []
+        try:
+            text = forced_text()
+        except BaseException as error:
+            self._fail(error)
+            return []
+        return self._encode(text)[:-1] if text else []
+
     def mark(self) -> bool:
         """Remember the state, before drafts are followed; False, unchanged, if that is not
         possible.

@@ -81,6 +81,9 @@ class GrammarMatcher(Protocol):
     def rollback(self, num_tokens: int) -> None:
         """Undo the last tokens. Optional: a matcher need not have it."""
 
+    def forced_text(self) -> str:
+        """Return text that must come next, or less of it. Optional: its tokens become drafts."""
+
 
 class Grammar(Protocol):
     """A compiled grammar, shared by requests."""

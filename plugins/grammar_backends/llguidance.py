@@ -244,6 +244,10 @@ class LLGuidanceMatcher:
     def is_terminated(self) -> bool:
         return self._terminated
 
+    def forced_text(self) -> str:
+        forced: bytes = b"" if self._terminated else self._matcher.compute_ff_bytes()
+        return forced.decode(errors="ignore")
+
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens - self._terminated)
         self._terminated = False

@@ -221,6 +221,11 @@ class XGrammarMatcher:
     def is_terminated(self) -> bool:
         return bool(self._matcher.is_terminated())
 
+    def forced_text(self) -> str:
+        if self._matcher.is_terminated():
+            return ""
+        return str(self._matcher.find_jump_forward_string())
+
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
 

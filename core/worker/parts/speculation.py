@@ -12,7 +12,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -144,6 +144,26 @@ class DraftedRows:
     """[S] int64"""
 
 
+class ForcedDrafts(NamedTuple):
+    """What grammars force after the newest tokens of R rows."""
+
+    token_ids: torch.Tensor
+    """[R, K] int64"""
+    counts: torch.Tensor
+    """[R] int64; 0: nothing"""
+    newest: torch.Tensor
+    """[R] int64: they follow this token."""
+
+    def before(self, drafts: Drafts, tokens: KnownTokens) -> Drafts:
+        """Return these instead of a speculator's, in rows that have any."""
+        newest = tokens.history[tokens.slots, tokens.lengths - 1]
+        used = (self.counts > 0) & (self.newest == newest)
+        token_ids = torch.where(used[:, None], self.token_ids, drafts.token_ids.long())
+        return drafts._replace(
+            token_ids=token_ids, counts=torch.where(used, self.counts, drafts.counts.long())
+        )
+
+
 class Speculation(WorkerPart):
     """An engine's speculator, and its drafts' fate. Launch thread only."""
 
@@ -233,7 +253,7 @@ class Speculation(WorkerPart):
         self._proposal_rows = self.proposal_rows(plan) if rows else []
         if self._proposal_rows:
             slots = [plan.slots[row] for row in self._proposal_rows]
-            proposed = self.propose(slots)
+            proposed = self.propose(slots, self._forced(plan, output.get("verdicts")))
             if proposed is None:
                 self._proposal_rows = []
             else:
@@ -249,6 +269,7 @@ class Speculation(WorkerPart):
 
     def routes(self, runner: ModelRunner) -> list[Route]:
         self._masks = runner.masks
+        self._masks.seeks_forced = True
         return [DraftedRoute(runner, self)]
 
     # ------------------------------------------------------------ verification
@@ -337,7 +358,34 @@ class Speculation(WorkerPart):
         with self._guarded():
             self._speculator.observe(step)
 
-    def propose(self, slots: Sequence[int]) -> torch.Tensor | None:
+    def _forced(self, plan: StepPlan, verdicts: torch.Tensor | None) -> ForcedDrafts | None:
+        """Return drafts of the proposal rows that their grammars force; None: there are none.
+
+        verdicts: [S, 2] of the step's sampling rows
+        """
+        found = {} if self._masks is None else self._masks.take_forced()
+        if not found:
+            return None
+        sampling = {row: place for place, row in enumerate(np.flatnonzero(plan.samples).tolist())}
+        places = np.array([sampling[row] for row in self._proposal_rows], dtype=np.int64)
+        numbers = np.zeros((len(places), 3 + self._num_drafts), dtype=np.int64)
+        for number, place in enumerate(places.tolist()):
+            if (forced := found.get(place)) is not None:
+                drafts = forced.tokens[1 : 1 + self._num_drafts]
+                numbers[number, :3] = len(drafts), forced.accepted, forced.tokens[0]
+                numbers[number, 3 : 3 + len(drafts)] = drafts
+        upload = PackedUpload(self._device)
+        upload.add(numbers)
+        upload.add(places)
+        sent, device_places = upload.send()
+        accepted = torch.zeros_like(sent[:, 1])
+        if verdicts is not None:
+            accepted = verdicts[device_places, 0].long()
+        return ForcedDrafts(sent[:, 3:], sent[:, 0] * (accepted == sent[:, 1]), sent[:, 2])
+
+    def propose(
+        self, slots: Sequence[int], forced: ForcedDrafts | None = None
+    ) -> torch.Tensor | None:
         """Put drafts after these slots' tokens → [len(slots)] int32 numbers; None: the speculator
         has failed. Of a speculator with needs, slots of `proposal_rows`.
         """
@@ -345,6 +393,8 @@ class Speculation(WorkerPart):
         if self._passes is not None:
             tokens = self._passes.known(tokens, self._proposal_rows)
         drafts = None if self._speculator is None else self._proposed(tokens)
+        if forced is not None and drafts is not None:
+            drafts = forced.before(drafts, tokens)
         if self._group.size > 1:
             drafts = self._shared(drafts, len(slots))
         if drafts is None:

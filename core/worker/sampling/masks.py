@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -72,6 +72,15 @@ class TokenMask:
         return TokenMask(bits, None if all_of_them else masked, device_places, own)
 
 
+class Forced(NamedTuple):
+    """Text that a grammar forces."""
+
+    accepted: int
+    """It comes if so many drafts of the row are accepted."""
+    tokens: list[int]
+    """Its first is the one that the row samples then; two or more."""
+
+
 class GrammarMasks(PerSlot):
     """Tracks slots' constraints, and the steps whose tokens they lack."""
 
@@ -94,6 +103,9 @@ class GrammarMasks(PerSlot):
         """Duration of the last step's masks."""
         self._apart = False
         """Whether the next step times each mask, as they took too long."""
+        self.seeks_forced = False
+        """Whether `take_forced` is called after each step."""
+        self._forced: dict[int, Forced] = {}
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
@@ -132,7 +144,19 @@ class GrammarMasks(PerSlot):
             (len(rows), self._words), dtype=torch.int32, pin_memory=self._copies is not None
         )
         self._fill_rows([constraint for _, constraint in rows], host.numpy())
+        for row, constraint in rows:
+            self._note_forced(row, constraint, 0)
         return self._sent(host, [row for row, _ in rows], num_rows)
+
+    def _note_forced(self, row: int, constraint: Constraint, accepted: int) -> None:
+        """Note what must follow, while the constraint is after so many accepted drafts."""
+        if self.seeks_forced and len(tokens := constraint.forced_tokens()) > 1:
+            self._forced[row] = Forced(accepted, tokens)
+
+    def take_forced(self) -> dict[int, Forced]:
+        """Return what follows the last step's tokens, by sampling row, once."""
+        forced, self._forced = self._forced, {}
+        return forced
 
     def fill_along(
         self, rows: list[tuple[int, Constraint]], counts: Sequence[int]
@@ -184,6 +208,7 @@ class GrammarMasks(PerSlot):
             following: list[tuple[int, int, Constraint]] = []
             for begin, row, constraint in active:
                 if place == limits[row]:
+                    self._note_forced(row, constraint, place)
                     continue
                 drafts = constraint.drafts
                 follows = place < len(drafts) and allows(bits[begin + place], drafts[place])
@@ -194,6 +219,7 @@ class GrammarMasks(PerSlot):
                     following.append((begin, row, constraint))
                 else:
                     limits[row] = place
+                    self._note_forced(row, constraint, place)
             if not following:
                 break
             constraints = [constraint for *_, constraint in following]
@@ -309,6 +335,10 @@ class SharedMasks(GrammarMasks):
     def fill(self, rows: list[tuple[int, Constraint]], num_rows: int) -> TokenMask:
         mask = super().fill(rows, num_rows)
         return replace(mask, bits=self._group.all_reduce(mask.bits))
+
+    def _note_forced(self, row: int, constraint: Constraint, accepted: int) -> None:
+        if self._group.rank == 0:
+            super()._note_forced(row, constraint, accepted)
 
     def sampled(self, step: Sampled, rows: list[tuple[int, Constraint]]) -> None:
         if self._group.rank == 0:

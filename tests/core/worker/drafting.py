@@ -51,12 +51,27 @@ class Knowing(Speculator):
         return Drafts(token_ids, counts)
 
 
+class Silent(Speculator):
+    """Proposes nothing."""
+
+    def __init__(self, setup: Any) -> None:
+        self.num_drafts = setup.num_drafts
+
+    def propose(self, tokens: KnownTokens) -> Drafts:
+        rows = len(tokens.slots)
+        return Drafts(
+            torch.zeros((rows, self.num_drafts), dtype=torch.int32),
+            torch.zeros(rows, dtype=torch.int32),
+        )
+
+
 class Plugin:
     jackfield_api = 3
 
     @hookimpl
     def register_speculators(self, registry: Any) -> None:
         registry.add("knowing", Knowing)
+        registry.add("silent", Silent)
 
 
 def knowing_plugins() -> Any:
@@ -94,12 +109,16 @@ class Pair:
     """One engine without drafts and one with them, which stay open."""
 
     def __init__(
-        self, config: dict[str, Any], num_drafts: int = 4, decoder_prompt: list[int] | None = None
+        self,
+        config: dict[str, Any],
+        num_drafts: int = 4,
+        decoder_prompt: list[int] | None = None,
+        method: str = "knowing",
     ) -> None:
         """decoder_prompt: of a model with an encoder."""
         self._decoder_prompt = decoder_prompt
         speculative = {
-            "method": "knowing", "num_speculative_tokens": num_drafts, "adaptive_width": False,
+            "method": method, "num_speculative_tokens": num_drafts, "adaptive_width": False,
         }  # fmt: skip
         plugins = knowing_plugins()
         plugins.add_plugin(Ranks(), Provenance("tests", "0", "rank_threads"))

@@ -189,6 +189,41 @@ def test_a_row_with_drafts_asks_for(name: str, engines: Engines) -> None:
     engines.compare([*one, ([5, 6, 7], asking(temperature=0.0)), ([9, 9], asking(max_tokens=1))])
 
 
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_what_a_grammar_forces_is_a_draft(backend: str, ranks: int, tmp_path: Path) -> None:
+    """Though the speculator proposes nothing; for several forced stretches, beside a row without
+    a grammar."""
+    if backend == "xgrammar":
+        pytest.importorskip("xgrammar")
+    options: dict[str, Any] = {
+        "structured_outputs_config": {"disable_any_whitespace": True, "backend": backend},
+    }
+    if ranks > 1:
+        model = str(model_in(tmp_path / "dense", "dense"))
+        options |= {**THREADS, "tensor_parallel_size": ranks, "model": model}
+        options["load_format"] = "dummy"
+    asked: Asked = [
+        (
+            list(b"So it is that "),
+            asking(
+                temperature=temperature,
+                ignore_eos=False,
+                max_tokens=60,
+                structured_outputs=grammar,
+            ),
+        )
+        for temperature in (0.0, 0.8)
+        for grammar in (
+            StructuredOutputsParams(json=SCHEMA),
+            StructuredOutputsParams(regex="a long beginning, [0-9]{3}, a long end"),
+        )
+    ]
+    async with Pair({**ENGINE, **options}, method="silent") as pair:
+        await pair.compare([*asked, ([5, 6, 7], asking())])
+        assert pair.drafted.stats().spec_decode_num_accepted_tokens > 0
+
+
 numbers = st.integers(3, 255)
 
 

@@ -178,6 +178,28 @@ def test_masks_of_drafts_follow_them_and_go_back() -> None:
     assert masks.unfollowed([0, 3, 7]) == {3}
 
 
+class Forcing(Rolling):
+    """Says that the next three tokens are forced."""
+
+    def forced_text(self) -> str:
+        return "".join(map(str, range(self.taken, self.taken + 3)))
+
+
+def test_forced_tokens_follow_the_last_draft_that_can_be_accepted() -> None:
+    """All but the last of their tokens, which may be longer."""
+    masks = started([Forcing(), Forcing(), Rolling(), Forcing()], threads=0)
+    masks.seeks_forced = True
+    rows = masks.rows([7, 0, 1, 2, 3])
+    for (_, constraint), drafts in zip(rows, ([0, 1], [0, 9], [0], []), strict=True):
+        constraint.drafts = drafts
+        constraint._encode = lambda text: list(map(int, text))
+    masks.fill_along(rows, [0, 2, 2, 1, 2])
+    assert masks.take_forced() == {1: (2, [2, 3]), 2: (1, [1, 2]), 4: (0, [0, 1])}
+    assert not masks.take_forced()
+    masks.fill(rows, 5)
+    assert masks.take_forced() == {1: (0, [0, 1]), 2: (0, [0, 1]), 4: (0, [0, 1])}
+
+
 def test_parts_of_a_mask_keep_their_rows() -> None:
     masks = started([Rolling(), Rolling()], threads=0)
     rows = masks.rows([0, 7, 1])
