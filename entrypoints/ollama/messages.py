@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from ...core.errors import InvalidRequest, shown
+from ...core.media.sources import MediaPart
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
@@ -23,8 +24,9 @@ def to_messages(messages: list[Message]) -> list[Message]:
         role = _text(message, "role", path).lower()
         if role not in ROLES:
             _refuse(f"{path}.role", f"one of {', '.join(ROLES)}", message.get("role"))
-        check_images(message.get("images"), f"{path}.images")
-        converted: Message = {"role": role, "content": _text(message, "content", path)}
+        text = _text(message, "content", path)
+        content = content_of(text, message.get("images"), f"{path}.images")
+        converted: Message = {"role": role, "content": content}
         if role == "tool":
             converted |= _answered(message, path, open_calls)
         elif role == "assistant":
@@ -39,12 +41,23 @@ def to_messages(messages: list[Message]) -> list[Message]:
     return chat
 
 
-def check_images(images: Any, path: str) -> None:
-    """Raise InvalidRequest if there are images."""
-    if images:
-        raise InvalidRequest(
-            f"{path}: are not supported; this server's models read text", param=path
-        )
+def content_of(text: str, images: Any, path: str) -> str | list[dict[str, Any]]:
+    """Return a message's content, its pictures before its text. Raises InvalidRequest.
+
+    images: texts in base64; path: what the request calls them.
+    """
+    if not images:
+        return text
+    if not isinstance(images, list):
+        _refuse(path, "a list", images)
+    parts: list[dict[str, Any]] = []
+    for index, image in enumerate(images):
+        field = f"{path}[{index}]"
+        if not isinstance(image, str):
+            _refuse(field, "a picture in base64", image)
+        # What it is comes from its content.
+        parts.append(MediaPart(f"data:image/png;base64,{image}", field, "image"))
+    return [*parts, {"type": "text", "text": text}] if text else parts
 
 
 def turn_starts(messages: list[Message]) -> tuple[int, list[int]]:

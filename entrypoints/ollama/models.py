@@ -107,7 +107,9 @@ def capabilities(engine: AsyncEngine) -> list[str]:
         return ["embedding"] if "embed" in engine.supported_tasks else []
     config = engine.config
     kinds = {"tools": config.tool_call_parser, "thinking": config.reasoning_parser}
-    return ["completion", *(name for name, parser in kinds.items() if parser is not None)]
+    media = engine.model_config.media
+    vision = ["vision"] if media is not None and "image" in media.modalities else []
+    return ["completion", *vision, *(name for name, parser in kinds.items() if parser is not None)]
 
 
 def model_info(engine: AsyncEngine, facts: CheckpointFacts) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ..http.auth.origin import Origin
 from ..openai.common.protocol import ChatRequest, CompletionRequest
 from ..openai.common.renamed_fields import rename_field
 from ..openai.pooling.protocol import EmbeddingRequest
-from .messages import Message, check_images, to_messages
+from .messages import Message, content_of, to_messages
 
 logger = logging.getLogger("jackfield.server")
 LEVELS = ("low", "medium", "high", "max")
@@ -253,15 +253,17 @@ class GenerateRequest(TextRequest, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        check_images(self.images, "images")
         if self.raw and self.system:
             raise InvalidRequest("system: needs raw=false", param="system")
+        if self.raw and self.images:
+            raise InvalidRequest("images: needs raw=false", param="images")
         if self.raw and self.think:
             raise InvalidRequest("think: needs raw=false", param="think")
 
     def chat(self, switch: str | None) -> ChatRequest:
         messages = [{"role": "system", "content": self.system}] if self.system else []
-        return self.to_chat(switch, [*messages, {"role": "user", "content": self.prompt}])
+        content = content_of(self.prompt, self.images, "images")
+        return self.to_chat(switch, [*messages, {"role": "user", "content": content}])
 
     def completion(self) -> CompletionRequest:
         """Return the request without a chat template (`raw`)."""

@@ -96,6 +96,17 @@ def test_every_route_computes_the_same_prompt(client: httpx.Client) -> None:
     tokens = client.post("/v1/messages/count_tokens", json=body).json()
     assert tokens["input_tokens"] == count
 
+    options = {"num_predict": 6, "temperature": 0}
+    common = {"model": "seeing", "options": options, "stream": False}
+    said = {"role": "user", "content": ASKED, "images": [encoded(PICTURE)]}
+    answer = client.post("/api/chat", json={**common, "messages": [said]}).json()
+    assert (answer["message"]["content"], answer["prompt_eval_count"]) == (text, count)
+    asked = {"prompt": ASKED, "images": [encoded(PICTURE)]}
+    answer = client.post("/api/generate", json={**common, **asked}).json()
+    assert (answer["response"], answer["prompt_eval_count"]) == (text, count)
+    shown = client.post("/api/show", json={"model": "seeing"}).json()
+    assert "vision" in shown["capabilities"]
+
 
 def test_other_pictures_say_other_things_and_the_same_in_another_file_does_not(
     client: httpx.Client,
@@ -183,6 +194,12 @@ def test_errors_of_other_routes_name_their_own_fields(client: httpx.Client) -> N
     answer = client.post("/v1/messages", json=body)
     assert answer.status_code == 400
     assert "messages[0].content[0].source.data" in answer.json()["error"]["message"]
+    said = {"role": "user", "content": "", "images": ["AAAA"]}
+    answer = client.post("/api/chat", json={"model": "seeing", "messages": [said]})
+    assert answer.status_code == 400 and answer.json()["error"].startswith("messages[0].images[0]")
+    body = {"model": "seeing", "prompt": "x", "images": ["AAAA"]}
+    answer = client.post("/api/generate", json=body)
+    assert answer.status_code == 400 and answer.json()["error"].startswith("images[0]")
 
 
 def test_what_is_not_taken_is_refused_by_name(client: httpx.Client) -> None:
