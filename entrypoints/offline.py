@@ -329,6 +329,14 @@ class LLM:
         """The version of the weights that serve: "default" until the first update."""
         return self._run(self.engine.weights_version())
 
+    def sleep(self, level: int = 1) -> dict[str, Any]:
+        """Give the memory of weights and caches back; see `AsyncEngine.sleep`."""
+        return self._run(self.engine.sleep(level))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """Take the memory again; see `AsyncEngine.wake_up`."""
+        return self._run(self.engine.wake_up(tags))
+
     def close(self) -> None:
         """Stop the engine and free the device. Safe to call twice. Also runs at the program's end,
         and when the last reference goes."""

@@ -25,7 +25,6 @@ from ..engine.request_state import RequestState
 from ..engine.resolve_config import resolve_models
 from ..engine.text_processor import TextProcessor
 from ..errors import (
-    Conflict,
     EngineOverloaded,
     EngineStopped,
     InvalidRequest,
@@ -475,9 +474,12 @@ class PooledCores:
             return_exceptions=True,
         )
         errors = [reply for reply in replies if isinstance(reply, BaseException)]
-        if errors and isinstance(job, UPDATE_JOBS) and not isinstance(errors[0], Conflict):
+        if errors and isinstance(job, UPDATE_JOBS):
+            # An update that cannot begin at all members may be in progress at some of them.
+            began = [m for m, reply in zip(asked, replies, strict=True) if isinstance(reply, dict)]
+            undone = began if isinstance(job, BeginUpdate) else asked
             await asyncio.gather(
-                *(member.ask_live(RollBack()) for member in asked), return_exceptions=True
+                *(member.ask_live(RollBack()) for member in undone), return_exceptions=True
             )
         if errors:
             raise errors[0]

@@ -409,6 +409,48 @@ async def test_a_name_given_again_finds_nothing_of_the_first(
         assert list(last.outputs[0].token_ids) == greedy(reference, PROMPT)
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen2", {}),  # Its head is its embeddings.
+        ("qwen3-moe", {"tensor_parallel_size": 2, "executor": "rank_threads"}),
+        ("qwen3-moe", {"tensor_parallel_size": 2, "executor": "rank_threads",
+                       "enable_expert_parallel": True}),
+        ("llama", {"quantization": "fp8"}),  # Rounded when they arrive.
+        ("llama", {"pipeline_parallel_size": 2, "executor": "rank_threads"}),
+    ],
+)  # fmt: skip
+async def test_every_layout_is_that_of_a_fresh_engine(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    old = make_checkpoint(family, tmp_path / "old")
+    shutil.copytree(old, new := tmp_path / "new")
+    weights = load_file(old / "model.safetensors")
+    changed = {name: t * (1 + 0.3 * torch.rand_like(t)) for name, t in weights.items()}
+    save_file(changed, new / "model.safetensors", metadata={"format": "pt"})
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
+
+    async def said(engine: AsyncEngine) -> Any:
+        output = (await finish(engine, PROMPT, params)).outputs[0]
+        return list(output.token_ids), output.logprobs
+
+    async with engine_of(new, **options) as fresh:
+        want = await said(fresh)
+    async with engine_of(old, **options) as engine:
+        assert await said(engine) != want
+        await engine.update_weights(changed.items())
+        assert await said(engine) == want
+
+
+async def test_experts_that_moved_are_not_updated(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3-moe", tmp_path / "moe")
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True}
+    async with engine_of(folder, executor="rank_threads", **options) as engine:
+        with pytest.raises(InvalidRequest, match="enable_eplb: experts have moved"):
+            await engine.update_weights(folder)
+        await tokens(engine)
+
+
 async def test_weights_get_another_name(engine: AsyncEngine) -> None:
     stream = engine.generate(PROMPT, GREEDY)
     await anext(stream)
