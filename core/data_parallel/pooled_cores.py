@@ -446,6 +446,8 @@ class PooledCores:
         for name in ("num_requests", "num_recomputed", "num_kept", "world_size"):
             if name in together:
                 together[name] = sum(answer[name] for answer in answers)
+        if "results" in together:
+            together["results"] = [result for answer in answers for result in answer["results"]]
         if "is_paused" in together:
             together["is_paused"] = all(answer["is_paused"] for answer in answers)
         if isinstance(job, BeginUpdate):

@@ -23,6 +23,7 @@ from ..live.engine_jobs import (
     TAGS,
     AskLive,
     BeginUpdate,
+    CallWorkers,
     LiveJob,
     Pause,
     PauseMode,
@@ -404,6 +405,23 @@ class AsyncEngine:
     async def is_sleeping(self) -> bool:
         """Return whether memory is given back, of weights or caches."""
         return bool((await self.ask_live(AskLive()))["is_sleeping"])
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method that a part of a plugin offers (`WorkerPart.methods`) on each rank, between
+        two steps; return what the first rank of each engine returns.
+
+        timeout: seconds to wait; the call goes on. Raises InvalidRequest for other names,
+        TimeoutError, and PluginError if it raises.
+        """
+        job = CallWorkers(method=method, args=tuple(args), kwargs=dict(kwargs or {}))
+        answer = await asyncio.wait_for(self.ask_live(job), timeout)
+        return list(answer["results"])
 
     async def ask_live(self, job: LiveJob) -> dict[str, Any]:
         """Do a job on the living engine, and return what it says. Raises as it says."""

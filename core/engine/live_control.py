@@ -20,9 +20,11 @@ from ..errors import (
     Conflict,
     EngineStopped,
     InvalidRequest,
+    JackfieldError,
     LoadError,
     NotFound,
     OutOfMemory,
+    RequestFailed,
     shown,
 )
 from ..live.engine_jobs import (
@@ -30,6 +32,7 @@ from ..live.engine_jobs import (
     TAGS,
     AskLive,
     BeginUpdate,
+    CallWorkers,
     CommitUpdate,
     JoinGroup,
     LeaveGroup,
@@ -54,6 +57,7 @@ from ..live.engine_jobs import (
 from ..live.worker_jobs import (
     ApplyWeights,
     BeginWeights,
+    CallPart,
     CheckRelease,
     DropWeights,
     FinishWeights,
@@ -128,6 +132,7 @@ class LiveControl:
             Sleep: self._fall_asleep,
             WakeUp: self._wake_up,
             ReportMemoryUse: self._report_memory,
+            CallWorkers: self._call,
         }
 
     async def do(self, job: LiveJob) -> Answer:
@@ -344,6 +349,16 @@ class LiveControl:
         assert self._sleep.source is not None, "`check_source` refuses others"
         await self._read(msgspec.structs.replace(self._sleep.source, update=name))
         await self._commit(CommitUpdate(update=name, version=version))
+
+    async def _call(self, job: CallWorkers) -> Answer:
+        async with self.quiesce.at_rest():
+            try:
+                result = await self._answer(CallPart(job.method, job.args, job.kwargs))
+            except JackfieldError:
+                raise
+            except Exception as error:
+                raise RequestFailed(f"{job.method}: {type(error).__name__}: {error}") from error
+        return {"results": [result]}
 
     async def _report_memory(self, _: ReportMemoryUse) -> Answer:
         memory = await self._answer(ReportMemory())

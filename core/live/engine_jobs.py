@@ -5,7 +5,7 @@ Each job says what it answers: fields of a JSON object.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -182,6 +182,18 @@ class WakeUp(msgspec.Struct, frozen=True, kw_only=True, tag="wake_up"):
     tags: tuple[str, ...] = TAGS
 
 
+class CallWorkers(msgspec.Struct, frozen=True, kw_only=True, tag="call_workers"):
+    """Call a method of a part on each rank, between two steps. → results: what the first rank of
+    each engine returns
+
+    Raises as `CallPart`; what the method raises becomes a PluginError.
+    """
+
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+
+
 class ReportMemoryUse(msgspec.Struct, frozen=True, kw_only=True, tag="memory"):
     """→ memory (of rank 0: owner, nbytes, where)"""
 
@@ -204,6 +216,7 @@ LiveJob: TypeAlias = (
     | Sleep
     | WakeUp
     | ReportMemoryUse
+    | CallWorkers
 )
 
 

@@ -8,7 +8,7 @@ error or `DropWeights` leaves everything as it was.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -142,6 +142,19 @@ class RestoreMemory(msgspec.Struct, frozen=True, tag="restore_memory"):
     owners: tuple[str, ...]
 
 
+class CallPart(msgspec.Struct, frozen=True, tag="call_part"):
+    """Call a method that the worker half of a part offers (`WorkerPart.methods`). → what it returns
+
+    Asked while no step is in flight. Raises InvalidRequest for a name that no part offers, and what
+    the method raises.
+    """
+
+    method: str
+    """Name of the method; or part and method, with a dot between them."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+
+
 class ReportMemory(msgspec.Struct, frozen=True, tag="report_memory"):
     """→ a list of `Memory`: who has how much"""
 
@@ -177,6 +190,7 @@ StagingJob: TypeAlias = (
     | FinishWeights
     | CheckRelease
     | RestoreMemory
+    | CallPart
 )
 """Jobs that change nothing that serves, and may fail on some ranks alone: their answer is a
 future."""

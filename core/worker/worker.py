@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
 
 from ..config import EngineConfig
-from ..live.worker_jobs import ApplyWeights, ReleaseMemory, ReportMemory, StagingJob
+from ..errors import InvalidRequest, listed, shown
+from ..live.worker_jobs import ApplyWeights, CallPart, ReleaseMemory, ReportMemory, StagingJob
 from ..loading.model_config import ModelConfig
 from ..nn.attention import Attention
 from ..parallel.join import rank_device
@@ -187,6 +189,8 @@ class Worker:
             return model_fingerprint(self.runner.model)
         if isinstance(job, ReadAdapter | DropAdapter):
             return self._adapter_job(job)
+        if isinstance(job, CallPart):
+            return self._call_part(job)
         if isinstance(job, StagingJob):
             return self._updates().stage(job)
         if isinstance(job, ApplyWeights):
@@ -214,6 +218,18 @@ class Worker:
     def _updates(self) -> WeightUpdates:
         assert self._weights is not None, "start() comes first"
         return self._weights
+
+    @torch.inference_mode()
+    def _call_part(self, job: CallPart) -> Future[Any]:
+        """Return a future, as it may fail on some ranks alone."""
+        assert self.runner is not None, "start() comes first"
+        done: Future[Any] = Future()
+        try:
+            method = find_method(self.runner.parts, job.method)
+            done.set_result(method(*job.args, **job.kwargs))
+        except Exception as error:
+            done.set_exception(plugin_failure(self.plugins, error, job.method) or error)
+        return done
 
     @torch.inference_mode()
     def _release_memory(self, job: ReleaseMemory) -> int:
@@ -297,6 +313,27 @@ class Worker:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def find_method(parts: Iterable[WorkerPart], name: str) -> Callable[..., Any]:
+    """Return the method that a part offers under a name. Raises InvalidRequest."""
+    own, _, method = name.rpartition(".")
+    offered = [
+        (part, each)
+        for part in parts
+        for each in part.methods
+        if each == method and own in ("", part.name)
+    ]
+    if len(offered) == 1:
+        found: Callable[..., Any] = getattr(*offered[0])
+        return found
+    names = sorted(f"{part.name}.{each}" for part in parts for each in part.methods)
+    count = "several parts offer" if offered else "no part offers"
+    raise InvalidRequest(
+        f"method: {count} {shown(name)} (there are: {listed(names) or 'none'}); methods are those "
+        "that parts of plugins list in WorkerPart.methods",
+        param="method",
+    )
 
 
 def _ignore() -> None:

@@ -271,7 +271,7 @@ MISSING: dict[str, str] = {
     "--watchdog-config": "see --rank-timeout",
     "--watermark-config": "a plugin marks samples: --logits-processors",
     "--worker-cls": "see --executor, which takes a plugin's",
-    "--worker-extension-cls": "see --executor, which takes a plugin's",
+    "--worker-extension-cls": "a part of a plugin offers methods: see WorkerPart.methods",
 }  # fmt: skip
 NEUTRAL: dict[str, tuple[str, ...]] = {
     "--cp-kv-cache-interleave-size": ("1",),

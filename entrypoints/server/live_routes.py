@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from ...core.engine.async_engine import AsyncEngine
-from ...core.errors import Forbidden, InvalidRequest, JackfieldError, shown
+from ...core.errors import Forbidden, InvalidRequest, JackfieldError, RequestFailed, shown
 from ...core.live.engine_jobs import (
     LEASE_SECONDS,
     TAGS,
@@ -146,6 +146,15 @@ class FromGroup(msgspec.Struct):
     """As in `FromDisk`."""
 
 
+class WorkerCall(msgspec.Struct):
+    """A method of the workers: of the parts of plugins, those that they list."""
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: float | None = None
+
+
 class MemoryTags(msgspec.Struct):
     tags: tuple[str, ...] | None = None
     """weights, kv_cache; null: both."""
@@ -178,6 +187,7 @@ def add_live_routes(app: web.Application) -> None:
         ("/wake_up", wake_up),
         ("/release_memory_occupation", release_memory_occupation),
         ("/resume_memory_occupation", resume_memory_occupation),
+        ("/collective_rpc", collective_rpc),
         ("/pause_generation", pause_generation),
         ("/continue_generation", continue_generation),
         ("/flush_cache", flush_cache),
@@ -375,6 +385,18 @@ async def wake_up(request: web.Request) -> web.Response:
 async def is_sleeping(request: web.Request) -> web.Response:
     """Whether memory of weights or caches is given back."""
     return reply({"is_sleeping": (await _ask(request, AskLive()))["is_sleeping"]})
+
+
+@documented("admin", request=WorkerCall, response=dict[str, Any], errors=(403,))
+async def collective_rpc(request: web.Request) -> web.Response:
+    """Call a method that a part of a plugin offers, on each rank."""
+    body = await decode_body(request, WorkerCall)
+    engine = request.app[ENGINE]
+    try:
+        results = await engine.collective_rpc(body.method, body.timeout, body.args, body.kwargs)
+    except TimeoutError:
+        raise RequestFailed(f"{body.method} has not returned in {body.timeout:g} seconds") from None
+    return reply({"results": results})
 
 
 @documented("admin", response=dict[str, Any], errors=(403,))

@@ -25,7 +25,7 @@ POSTS = (
     "/pause", "/resume", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine",
     "/start_weight_update", "/update_weights", "/finish_weight_update", "/abort_weight_update",
     "/update_weight_version", "/pause_generation", "/continue_generation", "/flush_cache",
-    "/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation",
+    "/collective_rpc", "/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation",
     "/begin_weight_update", "/end_weight_update", "/update_weights_from_disk",
     "/init_weights_update_group", "/destroy_weights_update_group",
     "/update_weights_from_distributed",
@@ -202,6 +202,8 @@ def test_a_server_sleeps_and_wakes(server: Server) -> None:
     assert not post(server, "/resume_memory_occupation", {})["is_sleeping"]
     assert said(server) == want
     assert {each["owner"] for each in get(server, "/memory_report")["memory"]} >= {"weights"}
+    refused = httpx.post(server.url + "/collective_rpc", json={"method": "stop"})
+    assert refused.status_code == 400 and "no part offers 'stop'" in refused.text
     for query in ("level=3", "tags=graphs", "level=1&tags=weights"):
         assert httpx.post(f"{server.url}/sleep?{query}").status_code == 400, query
 

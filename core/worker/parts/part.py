@@ -133,6 +133,10 @@ class WorkerPart(PerSlot):
     def warm_up(self) -> None:
         """Launch what is launched outside of the forward pass, so that it is compiled."""
 
+    methods: ClassVar[frozenset[str]] = frozenset()
+    """Names of methods that `AsyncEngine.collective_rpc` may call, on every rank, between two
+    steps. What they take and return is plain data, as msgspec encodes it."""
+
     def weights_changed(self) -> None:
         """Compute again what was computed from the model's weights: they have others from now on,
         in the same memory. No step is in flight."""
