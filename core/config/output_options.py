@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 from .annotations import Name, doc
 from .parallel_options import ParallelOptions
 from .structured_outputs_config import StructuredOutputsConfig
+
+LogprobsMode: TypeAlias = Literal[
+    "raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"
+]
 
 
 class OutputOptions(ParallelOptions, frozen=True, kw_only=True):
@@ -35,6 +39,16 @@ class OutputOptions(ParallelOptions, frozen=True, kw_only=True):
             ge=-1,
         ),
     ] = 1 << 20
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        doc(
+            "What log-probabilities are: raw_logprobs (the model's, before any processor), "
+            "processed_logprobs (those sampled from: after processors, penalties, temperature, "
+            "top_k, top_p and min_p, where a token that is left out has -9999), or raw_logits, "
+            "processed_logits (the same without normalization). Others than raw_logprobs need "
+            "operations=torch."
+        ),
+    ] = "raw_logprobs"
     logits_processors: Annotated[
         tuple[Name, ...] | None,
         doc(

@@ -38,7 +38,7 @@ class ModelTensors:
 
     def storages(self) -> dict[int, tuple[str, torch.UntypedStorage]]:
         """Return the memory of all tensors, each once: address → path of a tensor in it, memory."""
-        found = {}
+        found: dict[int, tuple[str, torch.UntypedStorage]] = {}
         for path, tensor in self.tensors.items():
             storage = tensor.untyped_storage()
             found.setdefault(storage.data_ptr(), (path, storage))

@@ -222,7 +222,6 @@ MISSING: dict[str, str] = {
     "--kv-cache-metrics": "single blocks are not followed; GET /metrics has the cache's use",
     "--kv-cache-metrics-sample": "single blocks are not followed; GET /metrics has the cache's use",
     "--kv-sharing-fast-prefill": "every layer computes the whole prompt",
-    "--logprobs-mode": "log-probabilities are those of the model, before any processor",
     "--long-prefill-token-threshold-adaptive": "see --long-prefill-token-threshold",
     **dict.fromkeys(
         ("--master-addr", "--master-port", "--nnodes", "-n", "--node-rank", "-r"),
@@ -282,7 +281,6 @@ NEUTRAL: dict[str, tuple[str, ...]] = {
     "--decode-context-parallel-size": ("1",), "-dcp": ("1",),
     "--expert-placement-strategy": ("linear",),
     "--fingerprint-mode": ("none",),
-    "--logprobs-mode": ("raw_logprobs",),
     "--mamba-cache-philox-rounds": ("0",),
     "--max-long-partial-prefills": ("1",),
     "--max-num-partial-prefills": ("1",),

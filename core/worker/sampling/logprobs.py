@@ -9,6 +9,9 @@ import torch
 from .row_chunks import slices
 from .step_stages import Rows
 
+LEAST = -9999.0
+"""Of a token that cannot be sampled, as in vLLM: JSON has no infinity."""
+
 
 @dataclass(frozen=True)
 class Logprobs:
@@ -24,9 +27,11 @@ class Logprobs:
     """[N] int32 or int64: 1 + the number of more likely tokens"""
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Logprobs:
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, k: int, *, normalized: bool = True
+) -> Logprobs:
     """Log-softmax in float32 of logits [N, V] at token_ids [N] and the k most likely tokens, in
-    chunks of rows that bound temporaries.
+    chunks of rows that bound temporaries. normalized: False: the logits themselves.
     """
     count, vocab_size = logits.shape
     k = min(k, vocab_size)
@@ -36,7 +41,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Log
     rank = token_ids.new_empty(count)
     for rows in slices(count, vocab_size):
         raw = logits[rows].to(torch.float32)
-        total = raw.logsumexp(dim=-1, keepdim=True)
+        total = raw.logsumexp(dim=-1, keepdim=True) if normalized else 0.0
         own = raw.gather(1, token_ids[rows].unsqueeze(1))
         rank[rows].copy_((raw > own).sum(dim=-1).add_(1))
         logprob[rows].copy_((own - total).squeeze(1))
@@ -47,12 +52,17 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Log
     return Logprobs(top_ids, top_logprobs, logprob, rank)
 
 
-def row_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, rows: Rows, k: int) -> Logprobs:
+def row_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, rows: Rows, k: int, *, normalized: bool = True
+) -> Logprobs:
     """`token_logprobs` of some rows; others hold zeros."""
     if rows.batch is None:
-        return token_logprobs(logits, token_ids, k)
+        return token_logprobs(logits, token_ids, k, normalized=normalized)
     some = token_logprobs(
-        logits.index_select(0, rows.batch), token_ids.index_select(0, rows.batch), k
+        logits.index_select(0, rows.batch),
+        token_ids.index_select(0, rows.batch),
+        k,
+        normalized=normalized,
     )
     spread = [
         part.new_zeros((len(token_ids), *part.shape[1:])).index_copy_(0, rows.batch, part)

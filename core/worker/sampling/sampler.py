@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...config.output_options import LogprobsMode
 from ...nn.operations import Operations
 from ...nn.step_operations.sampling import GrammarBits, SampleOutputs, SlotTables
 from ...parallel.ranks import Ranks
@@ -30,10 +31,10 @@ SCORED_ROWS = 256
 class Sampler(PerSlot):
     """Chooses one token per row. Order of stages: vLLM's (v1).
 
-    Raw log-probabilities use the untouched logits. Then: the grammar, allowed tokens and
-    logit_bias, bad words, min_tokens (masks and finite biases commute), plugged-in processors,
-    penalties, temperature, min_p, top_k, top_p, and the largest `logit + Gumbel noise`; greedy rows
-    have none.
+    Raw log-probabilities use the untouched logits (`EngineConfig.logprobs_mode`). Then: the
+    grammar, allowed tokens and logit_bias, bad words, min_tokens (masks and finite biases commute),
+    plugged-in processors, penalties, temperature, min_p, top_k, top_p, and the largest
+    `logit + Gumbel noise`; greedy rows have none.
 
     The set kept by top_k and top_p is exact: tokens in order of (logit, then lower id); the first
     top_k; of these the smallest set whose probabilities, renormalised, reach top_p; always at least
@@ -47,8 +48,10 @@ class Sampler(PerSlot):
         operations: Operations | None = None,
         *,
         rows_per_slot: int = 1,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
-        """`rows_per_slot`: most rows of a slot per call."""
+        """`rows_per_slot`: most rows of a slot per call. logprobs_mode: raw_logprobs with sampling
+        kernels."""
         self._max_rows = state.num_slots * rows_per_slot
         self._state = state
         self._operations = operations or Operations()
@@ -57,7 +60,7 @@ class Sampler(PerSlot):
         self._outputs: SampleOutputs | None = None
         self._scoring: torch.Tensor | None = None
         self.processors = processors or Processors((), state.device)
-        self.in_torch = TorchSampler(state, self.processors, self._operations)
+        self.in_torch = TorchSampler(state, self.processors, self._operations, logprobs_mode)
         self.shard: VocabularyShard | None = None
         """Samples plain rows from sharded logits."""
 
@@ -259,7 +262,7 @@ class Sampler(PerSlot):
         """
         k = logits.shape[1] if k < 0 else min(k, logits.shape[1])
         if not self._operations.samples or k > MOST_TOP_TOKENS:
-            return token_logprobs(logits, targets, k)
+            return token_logprobs(logits, targets, k, normalized=self.in_torch.normalized)
         state = self._state
         if self._scoring is None:
             settings = np.zeros((MOST_TOP_TOKENS + 1, NUM_COLUMNS), dtype=np.int32)

@@ -26,9 +26,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ...config.output_options import LogprobsMode
 from ...nn.operations import Operations
 from .gumbel import TokenNoise
-from .logprobs import Logprobs, row_logprobs, top_tokens
+from .logprobs import LEAST, Logprobs, row_logprobs, top_tokens
 from .masks import TokenMask
 from .processors import Processors
 from .row_chunks import chunks, put, select, table_chunks, take
@@ -58,8 +59,15 @@ class TorchSampler:
     """Chooses a token per row, in `Sampler`'s order of stages."""
 
     def __init__(
-        self, state: SamplingState, processors: Processors, operations: Operations
+        self,
+        state: SamplingState,
+        processors: Processors,
+        operations: Operations,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
+        self._scores_processed = logprobs_mode.startswith("processed")
+        self.normalized = logprobs_mode.endswith("logprobs")
+        """Whether log-probabilities are asked for, not logits."""
         self._state = state
         self._processors = processors
         self._operations = operations
@@ -115,7 +123,15 @@ class TorchSampler:
             flat.index_copy_(0, places, more.to(torch.int16))
         logprobs = None
         if stages.logprobs is not None:
-            logprobs = row_logprobs(logits, token_ids, stages.logprobs, stages.max_logprobs)
+            scored = logits
+            if self._scores_processed:
+                scored = self._filtered(processed, stages, packed)
+            logprobs = row_logprobs(
+                scored, token_ids, stages.logprobs, stages.max_logprobs, normalized=self.normalized
+            )
+            if self._scores_processed:
+                logprobs.logprob.clamp_(min=LEAST)
+                logprobs.top_logprobs.clamp_(min=LEAST)
         return SamplerOutput(token_ids, bad_rows, logprobs)
 
     # ------------------------------------------------------------ before the choice
@@ -226,6 +242,24 @@ class TorchSampler:
                 put(bad_rows, rows, bad)
         return token_ids, bad_rows
 
+    def _filtered(
+        self, processed: torch.Tensor, stages: StepStages, packed: torch.Tensor
+    ) -> torch.Tensor:
+        """[R, vocab_size] float32: what rows are sampled from, tokens that are left out at -inf."""
+        floats = packed.view(torch.float32)
+        out = processed.to(torch.float32) * floats[:, Column.INVERSE_TEMPERATURE, None]
+        groups = ((stages.top_k, stages.max_top_k), (stages.sort, self._state.vocab_size))
+        for group, k in groups:
+            for rows in () if group is None else chunks(group, out):
+                part, settings = take(out, rows), take(floats, rows)
+                top_k = take(packed, rows)[:, Column.TOP_K]
+                values, ids = _kept(part, top_k, settings, k)
+                put(out, rows, torch.full_like(part, -_INF).scatter_(1, ids, values))
+        if stages.any_min_p:
+            least = out.amax(dim=-1, keepdim=True) + floats[:, Column.LOG_MIN_P, None]
+            out.masked_fill_(out < least, -_INF)
+        return out
+
     def _choose_plain(
         self, scaled: torch.Tensor, floats: torch.Tensor, keys: torch.Tensor, any_min_p: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -248,17 +282,27 @@ class TorchSampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose among the k largest, filtered."""
         peak = scaled.amax(dim=-1, keepdim=True)
-        values, ids = top_tokens(scaled, k)
-        ranks = torch.arange(k, device=scaled.device)
-        dropped = ranks >= top_k.unsqueeze(1)
-        dropped.logical_or_(values < peak + floats[:, Column.LOG_MIN_P, None])
-        values.masked_fill_(dropped, -_INF)
-        probs = torch.softmax(values, dim=-1, dtype=torch.float64)
-        before = probs.cumsum(dim=-1).sub_(probs)
-        values.masked_fill_(before >= floats[:, Column.TOP_P, None], -_INF)
+        values, ids = _kept(scaled, top_k, floats, k)
         values.sub_(self.noise.exponential(keys, ids).log_())
         place = values.argmax(dim=-1, keepdim=True)
         return ids.gather(1, place).squeeze(1), peak.squeeze(1).isfinite().logical_not_()
+
+
+def _kept(
+    scaled: torch.Tensor, top_k: torch.Tensor, floats: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k largest of scaled [R, V], those that filters leave out at -inf, and their ids:
+    [R, k] each."""
+    peak = scaled.amax(dim=-1, keepdim=True)
+    values, ids = top_tokens(scaled, k)
+    ranks = torch.arange(k, device=scaled.device)
+    dropped = ranks >= top_k.unsqueeze(1)
+    dropped.logical_or_(values < peak + floats[:, Column.LOG_MIN_P, None])
+    values.masked_fill_(dropped, -_INF)
+    probs = torch.softmax(values, dim=-1, dtype=torch.float64)
+    before = probs.cumsum(dim=-1).sub_(probs)
+    values.masked_fill_(before >= floats[:, Column.TOP_P, None], -_INF)
+    return values, ids
 
 
 def _ban_stops(

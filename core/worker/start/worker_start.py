@@ -390,6 +390,7 @@ class WorkerStart:
         **backends: Any,
     ) -> ModelRunner:
         config, vocab_size, device = self.config, self.model_config.vocab_size, self.device
+        check_logprobs_mode(config, batch.operations)
         history = batch.table.token_history
         setup = LogitsProcessorSetup(
             vocab_size=vocab_size,
@@ -410,7 +411,13 @@ class WorkerStart:
             backend=backend,
             batch=batch,
             sampling=sampling,
-            sampler=Sampler(sampling, processors, operations, rows_per_slot=1 + batch.num_drafts),
+            sampler=Sampler(
+                sampling,
+                processors,
+                operations,
+                rows_per_slot=1 + batch.num_drafts,
+                logprobs_mode=config.logprobs_mode,
+            ),
             vocab_size=vocab_size,
             device=device,
             masks=grammar_masks(self.ranks.tensor, config, vocab_size, device),
@@ -432,6 +439,16 @@ class WorkerStart:
 
     def _warmup(self, runner: ModelRunner | PoolingRunner) -> Warmup:
         return Warmup(runner, self.config, runner.batch.max_model_len, self.device)
+
+
+def check_logprobs_mode(config: EngineConfig, operations: Operations) -> None:
+    """Raises ConfigError for log-probabilities that sampling kernels do not compute."""
+    if config.logprobs_mode != "raw_logprobs" and operations.samples:
+        raise ConfigError(
+            f"logprobs_mode: {config.logprobs_mode} is computed with operations=torch alone, and "
+            "kernels sample here",
+            param="logprobs_mode",
+        )
 
 
 def _check_features(operations: Operations, name: str, needs: PartNeeds, option: str) -> None:
