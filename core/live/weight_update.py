@@ -127,7 +127,8 @@ class _Bucket:
 
         whole = tensor.detach().to("cpu").contiguous()
         dtype, shape = str(whole.dtype).removeprefix("torch."), tuple(whole.shape)
-        data = memoryview(whole.reshape(-1).view(torch.uint8).numpy()) if whole.numel() else b""
+        array: Any = whole.reshape(-1).view(torch.uint8).numpy()
+        data = memoryview(array) if len(array) else memoryview(b"")
         start = 0
         while True:
             size = min(len(data) - start, self._most - len(self._data))
