@@ -278,6 +278,7 @@ class EngineCore:
             self.scheduler,
             self.executor,
             num_ranks=self.info.num_ranks,
+            recorded=config.record_steps is not None,
             die=self._executor_failed,
         )
         self._profiler = Profiler(config.profiler_config, self.steps, self.executor)

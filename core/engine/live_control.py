@@ -93,16 +93,17 @@ class LiveControl:
         executor: Executor,
         *,
         num_ranks: int,
+        recorded: bool,
         die: Callable[[Exception], None],
     ) -> None:
-        """source: what reads the weights of the start. die: ends the engine, whose ranks may have
-        different weights."""
+        """source: what reads the weights of the start. recorded: steps are recorded. die: ends the
+        engine, whose ranks may have different weights."""
         self.quiesce = quiesce
         self._sleep = SleepState(source)
         self.version = FIRST_VERSION
         """Of the weights that serve."""
         self._scheduler, self._executor = scheduler, executor
-        self._num_ranks, self._die = num_ranks, die
+        self._num_ranks, self._recorded, self._die = num_ranks, recorded, die
         self._num_updates = 0
         self._update: str | None = None
         """Name of the update in progress."""
@@ -185,6 +186,11 @@ class LiveControl:
 
     async def _begin(self, job: BeginUpdate) -> Answer:
         check_lease(job.lease)
+        if self._recorded:
+            raise InvalidRequest(
+                "record_steps: a recording is replayed with the weights of the start, so they "
+                "cannot be updated"
+            )
         if "weights" in self._sleep.asleep:
             raise Conflict("the weights are asleep: wake them first (tags: weights)")
         if self._update is not None:

@@ -112,9 +112,10 @@ class SecondModel:
                 )
             received = torch.frombuffer(bytearray(piece), dtype=torch.uint8) if length else EMPTY
             if length < size:
-                received = self._joined(part, received, size)
-                if received is None:
+                whole = self._joined(part, received, size)
+                if whole is None:
                     continue
+                received = whole
             self.add(part.name, received.view(dtype).view(part.shape))
         if begin < len(view):
             raise LoadError(f"the bucket has {len(view) - begin} bytes more than its list says")

@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -104,7 +105,8 @@ class MemoryRelease:
             for number, (storage, size) in enumerate(pairs):
                 if storage.nbytes() != size:
                     storage.resize_(size)
-                    storage.fill_(0)
+                    empty: Any = storage
+                    empty.fill_(0)
                 if owner == "weights" and self._copies:
                     storage.copy_(self._copies[number].untyped_storage())
             missing |= owner == "weights" and not self._copies

@@ -33,7 +33,7 @@ def check_update(folder: Path, plugins: Plugins) -> None:
     model = PagedModel(folder, "float32", plugins=plugins)
     prompt = example_prompts()[2]
     before = model.run({0: prompt})[0]
-    config = EngineConfig(model=str(folder), device=model.device.type, dtype="float32")
+    config = EngineConfig(model=str(folder), device=model.device.type, dtype="float32")  # type: ignore[arg-type]
     with torch.inference_mode():
         second = SecondModel(
             plugins, config, resolve_model_config(config, plugins), model.device, Operations(),

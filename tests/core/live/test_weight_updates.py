@@ -451,6 +451,14 @@ async def test_experts_that_moved_are_not_updated(tmp_path: Path) -> None:
         await tokens(engine)
 
 
+async def test_what_is_recorded_is_not_updated(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """A replay has the weights of the start."""
+    async with engine_of(folders[0], record_steps=str(tmp_path / "steps")) as engine:
+        with pytest.raises(InvalidRequest, match="record_steps: a recording"):
+            await engine.update_weights(folders[1])
+        await tokens(engine)
+
+
 async def test_weights_get_another_name(engine: AsyncEngine) -> None:
     stream = engine.generate(PROMPT, GREEDY)
     await anext(stream)
