@@ -11,6 +11,8 @@ from ..errors import ConfigError
 from .annotations import doc
 
 FIELD = "speculative_config"
+AUTO = "auto"
+"""The method that the served checkpoint has the weights of, or no drafts."""
 MOST_DRAFTS = 32
 
 
@@ -25,7 +27,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Which speculator proposes drafts, and how many. Names are vLLM's."""
 
     method: Annotated[
-        str | None, doc("Speculator by name; default: the one that the draft checkpoint is for.")
+        str | None,
+        doc(
+            "Speculator by name; auto: the one whose weights the served checkpoint has, or none; "
+            "default: the one that the draft checkpoint is for."
+        ),
     ] = None
     num_speculative_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_DRAFTS)] | None,

@@ -407,8 +407,8 @@ def check_names(config: EngineConfig, plugins: Plugins) -> None:
         options.append(
             ("kv_transfer_config", "kv_connector", config.kv_transfer_config.kv_connector)
         )
-    if config.speculative_config is not None:
-        options.append(("speculative_config", "speculator", config.speculative_config.method))
+    if (speculative := config.speculative_config) is not None and speculative.method != AUTO:
+        options.append(("speculative_config", "speculator", speculative.method))
     if config.all2all_backend not in IN_PLACE:
         options.append(("all2all_backend", "all2all_backend", config.all2all_backend))
     for option, kind, name in options:
@@ -421,7 +421,7 @@ def check_names(config: EngineConfig, plugins: Plugins) -> None:
     if config.kv_transfer_config is not None and config.num_ranks > 1:
         name = config.kv_transfer_config.kv_connector
         check_serves_ranks(name, plugins["kv_connector"].load(name))
-    if (speculative := config.speculative_config) is not None and speculative.method:
+    if speculative is not None and speculative.method and speculative.method != AUTO:
         schema = plugins["speculator"].load(speculative.method).options
         typed_options("", schema, speculative.options, field="speculative_config")
     choose_executor(config, plugins["executor"])

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ..config import EngineConfig
-from ..config.speculative_config import FIELD, MOST_DRAFTS
+from ..config.speculative_config import AUTO, FIELD, MOST_DRAFTS
 from ..errors import CheckpointNotFound, ConfigError, LoadError
 from ..loading.json_file import read_object
 from ..loading.model_config import ModelConfig, checkpoint_folder
@@ -27,6 +27,12 @@ def resolve_speculation(
     if given is None:
         return config
     method, raw = given.method, None
+    if method == AUTO:
+        method = _carried(dict(model_config.hf_config.to_dict()), plugins)
+        if method is None:
+            logger.info("speculative_config: the checkpoint has no drafting layers; no drafts")
+            return msgspec.structs.replace(config, speculative_config=None)
+        logger.info("speculative_config: the checkpoint drafts with %s", method)
     if method is None:
         raw = _draft_config(str(given.model), given.revision)
         method = _recognized(raw, str(given.model), plugins)
@@ -69,6 +75,18 @@ def resolve_speculation(
         )
     resolved = msgspec.structs.replace(given, method=method, num_speculative_tokens=count)
     return msgspec.structs.replace(config, speculative_config=resolved)
+
+
+def _carried(config: dict[str, Any], plugins: Plugins) -> str | None:
+    """Return the method whose weights are in the served checkpoint; None: there is none."""
+    registry = plugins["speculator"]
+    found: list[str] = []
+    for entry in registry.entries():
+        speculator = registry.load(entry.name)
+        with registry.calling(entry.name, "carried_by"):
+            found += [entry.name] if speculator.carried_by(config) else []
+    # Some have longer names, too.
+    return min(found, key=len, default=None)
 
 
 def _draft_config(model: str, revision: str | None) -> dict[str, Any]:

@@ -177,6 +177,12 @@ class Speculator(ABC):
         return 0
 
     @classmethod
+    def carried_by(cls, config: Mapping[str, Any]) -> bool:
+        """Return whether a served checkpoint with this config.json has the speculator's weights, so
+        that `"method": "auto"` chooses it."""
+        return False
+
+    @classmethod
     def default_drafts(cls, config: Mapping[str, Any]) -> int | None:
         """Return `num_speculative_tokens` of a checkpoint, from its config.json, where it is not
         set; None: it must be."""

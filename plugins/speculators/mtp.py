@@ -185,6 +185,11 @@ class Mtp(Eagle):
         return 0
 
     @classmethod
+    def carried_by(cls, config: Mapping[str, Any]) -> bool:
+        names = config.get("architectures") or ()
+        return num_layers(config) > 0 and any(name in LAYOUTS for name in names)
+
+    @classmethod
     def default_drafts(cls, config: Mapping[str, Any]) -> int | None:
         return num_layers(config) or None
 

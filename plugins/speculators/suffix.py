@@ -13,8 +13,8 @@ to the host, and memory does not grow.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -37,6 +37,7 @@ try:
 except ImportError:
     _launches = False
 
+DEFAULT_DEPTH = 24
 CACHED_REQUESTS = 10000
 MOST_CELLS = 32768
 """Places that are kept of one request's text: 128 KiB per slot."""
@@ -53,7 +54,7 @@ class SuffixOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     suffix_decoding_max_tree_depth: Annotated[
         int, Meta(ge=2, le=64, description="Most tokens of a match and its drafts together.")
-    ] = 24
+    ] = DEFAULT_DEPTH
     suffix_decoding_max_cached_requests: Annotated[
         int,
         Meta(
@@ -72,6 +73,10 @@ class SuffixOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Suffix(Speculator):
     options = SuffixOptions
+
+    @classmethod
+    def default_drafts(cls, config: Mapping[str, Any]) -> int:
+        return DEFAULT_DEPTH
 
     def __init__(self, setup: SpeculatorSetup) -> None:
         options = setup.options

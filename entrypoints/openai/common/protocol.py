@@ -361,11 +361,9 @@ class ChatRequest(SamplingRequest, kw_only=True):
         """The expected output; None: there is no `prediction`, or it is no text."""
         content = None if self.prediction is None else self.prediction.get("content")
         if isinstance(content, list):
-            texts = [
-                part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-                for part in content
-            ]
-            content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
+            texts = [_text_of(part) for part in content]
+            known = [text for text in texts if text is not None]
+            content = "".join(known) if len(known) == len(texts) else None
         return content if isinstance(content, str) else None
 
     @property
@@ -469,3 +467,9 @@ def convert(raw: dict[str, Any], kind: type[T]) -> T:
         if place.startswith("key` in "):
             message = f"wrong key: {message}"
         raise InvalidRequest(f"{param or 'body'}: {message}", param=param) from None
+
+
+def _text_of(part: object) -> str | None:
+    """Return the text of a content part; None: it is none."""
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    return text if isinstance(text, str) else None

@@ -190,6 +190,20 @@ async def test_old_names_and_the_checkpoints_number_of_drafts(tmp_path: Path) ->
     assert set(stats.spec_decode_num_accepted_tokens_per_pos) == {0}
 
 
+async def test_auto_drafts_with_what_the_checkpoint_carries(tmp_path: Path) -> None:
+    """Or without drafts: no layers, or ones that are not served."""
+    case = CASES["MiMoForCausalLM"](tmp_path)
+    options: dict[str, Any] = {"speculative_config": {"method": "auto"}}
+    _, stats = await serve(config_of(case.folder, **options), requests(2))
+    assert set(stats.spec_decode_num_accepted_tokens_per_pos) == {0}
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for change in ({"num_nextn_predict_layers": 0}, {"architectures": ["Qwen2ForCausalLM"]}):
+        (tmp_path / "config.json").write_text(json.dumps({**raw, **change}))
+        config = config_of(case.folder, load_format="dummy", **options)
+        _, stats = await serve(config, requests(2))
+        assert not stats.spec_decode_num_accepted_tokens_per_pos
+
+
 async def test_what_mtp_does_not_serve_is_said(tmp_path: Path) -> None:
     case = CASES["MiMoForCausalLM"](tmp_path)
 
