@@ -62,7 +62,7 @@ class KVCompressorKit(Kit):
         return compressor.scores(spec, keys, values, queries=queries)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize(("num_tokens", "num_kv_heads"), [(17, 1), (18, 3), (300, 2)])
+    @pytest.mark.parametrize(("num_tokens", "num_kv_heads"), [(2, 2), (17, 1), (18, 3), (300, 2)])
     def test_every_token_of_every_head_has_a_score(
         self, num_tokens: int, num_kv_heads: int, dtype: torch.dtype
     ) -> None:

@@ -18,3 +18,6 @@ def register_kv_compressors(registry: Any) -> None:
         "expected_attention", "jackfield.plugins.kv_compressors.by_queries:ExpectedAttention"
     )
     registry.add("r_kv", "jackfield.plugins.kv_compressors.by_queries:RKV")
+    registry.add("r_kv_fast", "jackfield.plugins.kv_compressors.fast:FastRKV")
+    registry.add("snap_kv_merge_fast", "jackfield.plugins.kv_compressors.fast:FastMergingSnapKV")
+    registry.add("weighted", "jackfield.plugins.kv_compressors.weighted:Weighted")

@@ -229,12 +229,16 @@ class RKV(KVCompressor):
         scores[-RECENT:] = torch.inf
         return scores
 
+    def newest_similar(self, keys: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+        """As `newest_of_similar`."""
+        return newest_of_similar(keys, directions, self.similar)
+
     def repetition(self, keys: torch.Tensor) -> torch.Tensor:
         """Return each key's mean cosine with all others, [num_kv_heads, num_tokens]; the newest of
         similar tokens is spared.
         """
         directions = F.normalize(keys.float(), dim=2).transpose(0, 1)
-        newest = newest_of_similar(keys, directions, self.similar)
+        newest = self.newest_similar(keys, directions)
         # The mean is that with the sum of all directions, less itself and less what is spared.
         total = (directions @ directions.sum(1)[:, :, None])[:, :, 0] - directions.square().sum(2)
         spared = newest.clamp(min=0)
@@ -253,6 +257,14 @@ class MergingSnapKV(SnapKV):
     similar: ClassVar[float] = 0.75
     """Cosine from which values are merged."""
 
+    def nearest(
+        self, keys: torch.Tensor, chosen: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each key's cosine with the most similar one that stays, and its place among them,
+        [num_kv_heads, num_tokens] each.
+        """
+        return nearest(keys, keys.gather(0, chosen[:, :, None].expand(-1, -1, keys.shape[2])))
+
     def merged_values(
         self,
         spec: AttentionSpec,
@@ -269,9 +281,7 @@ class MergingSnapKV(SnapKV):
         merged = own.gather(1, index[:, :, None].expand(-1, -1, values.shape[2]))
         weights = torch.ones_like(kept_norms)
         stays = torch.zeros_like(norms, dtype=torch.bool).scatter_(1, index, True)
-        cosine, target = nearest(
-            keys, keys.gather(0, chosen[:, :, None].expand(-1, -1, keys.shape[2]))
-        )
+        cosine, target = self.nearest(keys, chosen)
         share = cosine * norms / (norms + kept_norms.gather(1, target)).clamp(min=1e-12)
         share = share.masked_fill(stays | (cosine < self.similar), 0.0)
         weights.scatter_add_(1, target, share)

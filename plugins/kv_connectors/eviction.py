@@ -18,8 +18,7 @@ class SavedBlock(NamedTuple):
     row: int
     rank: int
     """The lowest goes first."""
-    count: int
-    """Uses."""
+    uses: int
 
 
 class SavedBlocks:
@@ -59,7 +58,7 @@ class SavedBlocks:
         """Note that a request of this priority reads a block."""
         if (block := self._blocks.get(key)) is not None:
             self._forget(key)
-            self._place(key, block.row, block.count + 1, max(block.rank, -priority))
+            self._place(key, block.row, block.uses + 1, max(block.rank, -priority))
 
     def evict(self, kept: Collection[int]) -> int | None:
         """Forget the first block whose row is not among `kept`, and return its row; None: there is

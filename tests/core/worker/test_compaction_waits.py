@@ -25,6 +25,7 @@ from jackfield.core.worker.slot_table import SlotTable
 
 POLICIES = (
     "window", "key_norm", "key_diff", "snap_kv", "snap_kv_merge", "expected_attention", "r_kv",
+    "r_kv_fast", "snap_kv_merge_fast", "weighted",
 )  # fmt: skip
 SIZE, TOKENS, KEPT = 4, 90, 40
 WAITS = {

@@ -39,6 +39,18 @@ class TestRKV(KVCompressorKit):
     name = "r_kv"
 
 
+class TestFastRKV(KVCompressorKit):
+    name = "r_kv_fast"
+
+
+class TestFastMergingSnapKV(KVCompressorKit):
+    name = "snap_kv_merge_fast"
+
+
+class TestWeighted(KVCompressorKit):
+    name = "weighted"
+
+
 class Kit(KVCompressorKit):
     name = "subject"
     plugin = plugin_of("kv_compressor", "subject", KeyNorm)

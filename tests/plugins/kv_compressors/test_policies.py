@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from jackfield.core.protocols.attention import AttentionSpec
 from jackfield.core.protocols.kv_compressors import KVCompressor
@@ -16,6 +17,8 @@ from jackfield.plugins.kv_compressors.by_queries import (
     MergingSnapKV,
     SnapKV,
 )
+from jackfield.plugins.kv_compressors.fast import FastMergingSnapKV, FastRKV
+from jackfield.plugins.kv_compressors.weighted import Weighted
 
 from helpers import kept_tokens
 
@@ -192,3 +195,110 @@ def test_16_bit_caches_on_a_gpu_score_like_float32(policy: type[KVCompressor]) -
     for head in range(8):
         same = len(set(want[:, head].tolist()) & set(got[:, head].tolist()))
         assert same >= 490
+
+
+def test_weighted() -> None:
+    """Each measure is divided by the largest of its head, first and last tokens left out."""
+    keys, values, queries = case(8)
+    values[17, 0] *= 20  # Near the top in one measure.
+    keys[23, 1] = -keys[:, 1].mean(0) * 5  # Unlike the others.
+    keys += torch.tensor([2.0, *[0.0] * (DIM - 1)])
+    received = torch.zeros(COUNT, HEADS, dtype=torch.float64)
+    for query in range(8):
+        for head in range(HEADS * GROUP):
+            row = [logit(queries, keys, query, head, t) for t in range(COUNT - 8 + query + 1)]
+            received[: len(row), head // GROUP] += torch.tensor(softmax(row)).double() / 8 / GROUP
+    expected = torch.zeros(COUNT, HEADS, dtype=torch.float64)
+    for head in range(HEADS):
+        lengths = [keys[:, head].double().norm(dim=1), values[:, head].double().norm(dim=1)]
+        parts = [each / each[SINKS:-RECENT].max() for each in (received[:, head], *lengths)]
+        unit = keys[:, head].double() / lengths[0][:, None]
+        mean = unit.sum(0) / unit.sum(0).norm()
+        for token in range(SINKS, COUNT - RECENT):
+            own = [float(part[token]) for part in parts]
+            expected[token, head] = 0.4 * own[0] + 0.4 * own[1] + 0.2 * own[2]
+            expected[token, head] += (max(own) >= 0.9) + bool(unit[token] @ mean < 0.3)
+    scores = Weighted().scores(SPEC, keys, values, queries=queries)
+    torch.testing.assert_close(middle(scores), expected[SINKS:-RECENT], atol=1e-5, rtol=1e-4)
+    assert scores[17, 0] > 1 and scores[SINKS:-RECENT].amin() < 1
+
+
+@pytest.mark.parametrize("count", [40, 700])
+def test_fast_r_kv_looks_for_repetitions_among_few_tokens(count: int) -> None:
+    """Among all while they are few; otherwise a repetition is found of the newest, or of others
+    that stand for it."""
+    draw = torch.Generator().manual_seed(count)
+    keys = torch.randn(count, HEADS, DIM, generator=draw)
+    queries = torch.randn(8, HEADS * GROUP, DIM, generator=draw)
+    policy, exact = FastRKV(), RKV()
+    directions = torch.nn.functional.normalize(keys, dim=2).transpose(0, 1)
+    found = policy.newest_similar(keys, directions)
+    half = policy.candidates // 2
+    spread = [n * (count - half) // half for n in range(half)]
+    own = list(range(count)) if count <= 2 * half else [*spread, *range(count - half, count)]
+    cosines = (directions @ directions.transpose(1, 2)).double()
+    for head in range(HEADS):
+        for token in range(count):
+            similar = [t for t in own if t != token and cosines[head, token, t] > 0.5]
+            assert found[head, token] == (similar[-1] if similar else -1)
+    if count <= 2 * half:
+        arguments = (SPEC, keys, keys)
+        assert torch.equal(
+            policy.scores(*arguments, queries=queries), exact.scores(*arguments, queries=queries)
+        )
+
+
+def test_fast_merging_gives_values_to_the_most_similar_neighbour_that_stays() -> None:
+    keys, values, _ = case(1)
+    keys[:, :, 0] += 4.0  # Alike enough to be merged.
+    chosen = torch.stack([torch.arange(0, COUNT, 5), torch.arange(1, COUNT, 5)], dim=1)
+    merged = FastMergingSnapKV().merged_values(SPEC, keys, values, chosen)
+    changed = 0
+    for head in range(HEADS):
+        kept = chosen[:, head].tolist()
+        sums = values[kept, head].double()
+        weights = torch.ones(len(kept), dtype=torch.float64)
+        for token in range(COUNT):
+            if token in kept:
+                continue
+            after = sum(place < token for place in kept)
+            near = [n for n in range(after - 2, after + 2) if 0 <= n < len(kept)]
+            own = keys[token, head].double()
+            cosine = {
+                n: float(own @ keys[kept[n], head].double())
+                / float(own.norm() * keys[kept[n], head].double().norm())
+                for n in near
+            }
+            best = max(near, key=lambda n: cosine[n])
+            if cosine[best] >= 0.75:
+                size, aim = values[token, head].norm(), values[kept[best], head].norm()
+                share = cosine[best] * float(size / (size + aim))
+                sums[best] += share * values[token, head].double()
+                weights[best] += share
+                changed += 1
+        torch.testing.assert_close(
+            merged[:, head].double(), sums / weights[:, None], atol=1e-5, rtol=1e-4
+        )
+    assert changed > 10
+
+
+def test_fast_policies_need_operations_by_the_token_not_by_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counted: at twice the tokens, about twice as many, where the others need four times."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # Kernels do not count theirs.
+    draw = torch.Generator().manual_seed(0)
+
+    def counted(policy: KVCompressor, count: int) -> int:
+        keys = torch.randn(count, HEADS, DIM, generator=draw)
+        queries = torch.randn(policy.num_queries, HEADS * GROUP, DIM, generator=draw)
+        chosen = torch.arange(0, count, 2)[:, None].expand(-1, HEADS).contiguous()
+        with FlopCounterMode(display=False) as flops:
+            policy.scores(SPEC, keys, keys, queries=queries)
+            policy.merged_values(SPEC, keys, keys, chosen)
+        return int(flops.get_total_flops())
+
+    for exact, fast in ((RKV(), FastRKV()), (MergingSnapKV(), FastMergingSnapKV())):
+        assert counted(fast, 4096) < 2.2 * counted(fast, 2048)
+        assert counted(exact, 4096) > 3 * counted(exact, 2048)
+        assert 6 * counted(fast, 4096) < counted(exact, 4096)
