@@ -43,12 +43,13 @@ def fetch_snapshot(
     """
     from huggingface_hub import snapshot_download
 
-    blobs = repo_folder(repo, download_dir) / "blobs"
+    cache = None if download_dir is None else Path(download_dir).expanduser()
+    blobs = repo_folder(repo, cache) / "blobs"
     checked = frozenset[str]() if check_all else _names(blobs)
     wrong: list[Path] = []
     for _ in range(2):
         snapshot = snapshot_download(
-            repo, revision=revision, allow_patterns=list(files), cache_dir=download_dir
+            repo, revision=revision, allow_patterns=list(files), cache_dir=cache
         )
         wrong = _wrong(blobs / name for name in _names(blobs) - checked)
         if not wrong:
@@ -62,11 +63,11 @@ def fetch_snapshot(
     )
 
 
-def repo_folder(repo: str, download_dir: str | None = None) -> Path:
-    """Return where the cache has a repository."""
+def repo_folder(repo: str, cache: Path | None) -> Path:
+    """Return where a cache has a repository; None: the hub's own."""
     from huggingface_hub import constants
 
-    return Path(download_dir or constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
+    return (cache or Path(constants.HF_HUB_CACHE)) / f"models--{repo.replace('/', '--')}"
 
 
 def has_right_digest(blob: Path) -> bool:

@@ -35,7 +35,8 @@ def run_pull(argv: list[str]) -> int:
         model = read_aliases().get(args.model, args.model)
         print(_pull(model, args.revision, args.download_dir))
         if args.alias is not None:
-            set_alias(args.alias, f"{model}@{args.revision}" if args.revision else model)
+            has_revision = args.revision is None or model.endswith(f"@{args.revision}")
+            set_alias(args.alias, model if has_revision else f"{model}@{args.revision}")
     except (JackfieldError, OSError) as error:
         return fail(error)
     return 0

@@ -33,17 +33,17 @@ def stored_models(download_dir: str | None = None) -> list[StoredModel]:
     aliases: dict[str, tuple[str, ...]] = {}
     for alias, model in read_aliases().items():
         aliases[model] = (*aliases.get(model, ()), alias)
-    found = [*_of_hub(download_dir), *_of_stores(download_dir)]
     found = [
-        msgspec.structs.replace(
-            each, aliases=(*aliases.get(each.name, ()), *_of_revisions(each, aliases))
-        )
-        for each in found
+        msgspec.structs.replace(each, aliases=tuple(_aliases_of(each, aliases)))
+        for each in (*_of_hub(download_dir), *_of_stores(download_dir))
     ]
     return sorted(found, key=lambda each: (each.name, each.revision))
 
 
-def _of_revisions(model: StoredModel, aliases: dict[str, tuple[str, ...]]) -> Iterator[str]:
+def _aliases_of(model: StoredModel, aliases: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    """Yield a model's aliases; one without a revision means the branch main."""
+    if not model.revision or "main" in model.refs:
+        yield from aliases.get(model.name, ())
     for revision in (model.revision, *model.refs):
         yield from aliases.get(f"{model.name}@{revision}", ())
 

@@ -85,7 +85,9 @@ def test_a_model_is_pulled_listed_named_and_removed(commands: Commands, hub: Sto
     assert refused.returncode == 2 and f"pull: '{REPO}' cannot be fetched" in refused.stderr
     folder = commands.pulled(REPO, "--hf-token", "hf_secret", "--alias", "mine:small")
     assert is_whole(folder, hub) and folder.name == COMMIT
-    other = commands.pulled(f"{REPO}@v2", "--hf-token", "hf_secret")
+    other = commands.pulled(
+        f"{REPO}@v2", "--revision", "v2", "--alias", "second", "--hf-token", "hf_secret"
+    )
     assert other.name == OTHER and len(hub.fetched(WEIGHTS)) == 1, "the same content is there"
     hub.requests.clear()
     assert commands.pulled(REPO, HF_HUB_OFFLINE="1") == folder
@@ -96,7 +98,8 @@ def test_a_model_is_pulled_listed_named_and_removed(commands: Commands, hub: Sto
     assert listed["models"][0]["num_bytes"] == sum(
         len(data) for name, data in hub.files.items() if not name.endswith(".py")
     )
-    assert listed["aliases"] == {"mine:small": REPO}
+    assert listed["aliases"] == {"mine:small": REPO, "second": f"{REPO}@v2"}
+    assert listed["models"][1]["aliases"] == ["second"]
     assert listed["models"][0]["aliases"] == ["mine:small"]
     code = (
         "import sys\nfrom jackfield.entrypoints.server.serve_settings import settings\n"
