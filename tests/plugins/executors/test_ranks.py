@@ -33,6 +33,8 @@ from jackfield.plugins.executors import messages, processes
 from jackfield.plugins.executors.messages import Step
 from jackfield.plugins.executors.processes import ProcessesExecutor
 
+from helpers import make_checkpoint
+
 EMBEDDED = Path(jackfield.__file__).parent / "plugins" / "models" / "embedded"
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 LONG = [10 + (i * i) % 190 for i in range(60)]
@@ -299,6 +301,26 @@ def test_kv_compression_drops_the_same_tokens(checkpoint: Path) -> None:
 
     expected = asyncio.run(serve(1))
     assert expected[1] and asyncio.run(serve(2)) == expected
+
+
+@pytest.mark.parametrize("policy", ["key_norm", "snap_kv"])
+def test_windows_are_compacted_on_two_ranks(policy: str, tmp_path: Path) -> None:
+    """Of Gemma 3's tables, each rank shifts those of windows, and moves its heads of the others."""
+    folder = make_checkpoint("gemma3", tmp_path)
+    prompt = [3 + 7 * n % 120 for n in range(60)]
+
+    async def serve(ranks: int) -> tuple[list[Any], int]:
+        made = config(
+            folder, tensor_parallel_size=ranks, kv_compression=policy, max_model_len=96,
+            kv_compression_ratio=0.4, kv_compression_interval=6, skip_tokenizer_init=True,
+        )  # fmt: skip
+        async with AsyncEngine(made) as engine:
+            params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+            *_, last = [output async for output in engine.generate(prompt, params)]
+            return last.outputs[0].token_ids, engine.stats().kv_compactions
+
+    expected = asyncio.run(serve(1))
+    assert expected[1] > 1 and asyncio.run(serve(2)) == expected
 
 
 @pytest.mark.gpu
