@@ -148,6 +148,34 @@ def test_tensors_come_from_a_group(
     assert said(server) == texts[1]
 
 
+def test_answers_say_which_weights_sampled_them(server: Server) -> None:
+    post(server, "/update_weight_version", {"new_version": "first"})
+    asked = {"return_weight_versions": True}
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6, "ignore_eos": True}
+    want = [{"version": "first", "start": 0, "end": 6}]
+    [choice] = post(server, "/v1/chat/completions", {**chat, **asked})["choices"]
+    assert choice["weight_versions"] == want
+    [choice] = post(server, "/v1/chat/completions", chat)["choices"]
+    assert "weight_versions" not in choice
+    completion = {**COMPLETION, "max_tokens": 6}
+    [choice] = post(server, "/v1/completions", {**completion, **asked})["choices"]
+    assert choice["weight_versions"] == want
+    for path, body in (("/v1/chat/completions", chat), ("/v1/completions", completion)):
+        body = {**body, **asked, "stream": True, "max_tokens": 150}
+        with httpx.stream("POST", server.url + path, json=body, timeout=60) as stream:
+            lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
+            for _ in range(3):
+                next(lines)
+            post(server, "/update_weight_version", {"new_version": "second"})
+            choices = [json.loads(line[6:])["choices"][0] for line in lines]
+        *others, last = choices
+        assert not any("weight_versions" in choice for choice in others)
+        first, second = last["weight_versions"]
+        assert (first["version"], second["version"]) == ("first", "second")
+        assert first["start"] == 0 < first["end"] == second["start"] < second["end"] == 150
+        post(server, "/update_weight_version", {"new_version": "first"})
+
+
 def test_a_refused_update_says_so(server: Server, tmp_path: Path, texts: tuple[str, str]) -> None:
     body = {"model_path": str(tmp_path / "nowhere")}
     response = httpx.post(server.url + "/update_weights_from_disk", json=body)

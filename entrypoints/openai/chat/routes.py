@@ -91,6 +91,8 @@ async def full_response(chat: ChatCompletion) -> dict[str, Any]:
         }
         if chat.request.return_token_ids:
             choice_body["token_ids"] = completion.token_ids
+        if chat.request.return_weight_versions:
+            choice_body["weight_versions"] = completion.weight_versions
         bodies.append(choice_body)
     body = chat.envelope("chat.completion", bodies)
     body["usage"] = chat.usage(output, choices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....core.outputs import RequestOutput
+from ....core.outputs import RequestOutput, WeightSpan
 from ....core.protocols.parsers import (
     Content,
     ParserEvent,
@@ -80,7 +80,10 @@ class ChatStream:
             if completion.finish_reason is not None:
                 reason = chat.finish_reason(completion, choice)
                 end = completion.stop_reason
-                frames.append(self._frame(index, {}, running, None, reason, end))
+                spans = None
+                if chat.request.return_weight_versions:
+                    spans = completion.weight_versions
+                frames.append(self._frame(index, {}, running, None, reason, end, versions=spans))
         return frames
 
     def _event_frames(
@@ -156,6 +159,7 @@ class ChatStream:
         stop_reason: int | str | None = None,
         token_ids: list[int] | None = None,
         body: dict[str, Any] | None = None,
+        versions: list[WeightSpan] | None = None,
     ) -> bytes:
         choice: dict[str, Any] = {
             "index": index,
@@ -167,6 +171,8 @@ class ChatStream:
             choice["stop_reason"] = stop_reason
         if token_ids is not None:
             choice["token_ids"] = token_ids
+        if versions is not None:
+            choice["weight_versions"] = versions
         body = self._chat.envelope("chat.completion.chunk", [choice]) | (body or {})
         if running is not None:
             body["usage"] = running

@@ -53,7 +53,6 @@ UNSUPPORTED = {
     "stream_interval": "each step's tokens are sent at once",
     "lora_path": "an adapter's name is the request's model",
     "watermarking": "there is no watermark",
-    "return_weight_versions": "weights do not change while the server runs",
     "thinking_token_budget": "reasoning cannot be cut off; see max_tokens and reasoning_effort",
 }
 """Field → why it is refused, or what to use. Requests' classes add to these."""
@@ -137,6 +136,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
     priority: int = 0
     cache_salt: str | None = None
     return_token_ids: bool = False
+    return_weight_versions: bool = False
+    """Say of each choice which weights sampled which of its tokens."""
     return_tokens_as_token_ids: bool | None = None
     """None: as the server does."""
     kv_transfer_params: dict[str, Any] | None = None

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from ....core.outputs import WeightSpan
+
 
 class Error(Struct):
     """An error."""
@@ -129,6 +131,7 @@ class ChatChoice(Struct, kw_only=True):
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
 
 
 class ChatResponse(Struct, kw_only=True):
@@ -180,6 +183,7 @@ class ChatChunkChoice(Struct, kw_only=True):
     finish_reason: str | None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
 
 
 class ChatChunk(Struct, kw_only=True):
@@ -214,6 +218,7 @@ class CompletionChoice(Struct, kw_only=True):
     stop_reason: int | str | None
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 

@@ -235,6 +235,8 @@ class TextCompletion:
         if self.request.return_token_ids:
             choice["token_ids"] = choice_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if first else None
+        if self.request.return_weight_versions and completion.finish_reason is not None:
+            choice["weight_versions"] = completion.weight_versions
         self.offsets[index] = offset
         return choice
 
