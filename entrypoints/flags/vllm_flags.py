@@ -191,7 +191,6 @@ MISSING: dict[str, str] = {
     "--device-ids": "set the variable CUDA_VISIBLE_DEVICES",
     "--diffusion-config": "models that denoise texts are not supported yet",
     "-dc": "models that denoise texts are not supported yet",
-    "--disable-access-log-for-endpoints": "the access log has every route, or is off: --access-log",
     "--disable-sliding-window": "see --hf-overrides.sliding_window null",
     "--ec-manager-config": _PICTURES,
     "--ec-transfer-config": _PICTURES,

@@ -261,6 +261,11 @@ class ServerOptions:
         Literal["off", "text", "json"],
         Meta(description="a line a request, to standard error (default: off)"),
     ] = "off"
+    access_log_except: Annotated[
+        tuple[str, ...],
+        Meta(description="paths that get no line, such as /health,/metrics; words, or with commas"),
+        Flag("--disable-access-log-for-endpoints", metavar="PATH"),
+    ] = ()
     log_requests: Annotated[
         bool,
         Meta(description="log the bodies of requests, prompts included (default: off)"),

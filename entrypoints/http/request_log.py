@@ -6,8 +6,9 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
+from typing import ClassVar
 
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
@@ -72,13 +73,20 @@ def client_has_left(request: web.BaseRequest) -> bool:
 class Lines(AbstractAccessLogger):
     """Logs a line per request. aiohttp logs complete responses, `log_left` the others."""
 
+    silent: ClassVar[frozenset[str]] = frozenset()
+    """Paths that get no line."""
+
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        if request.path in self.silent:
+            return
         if not request.get(_LEFT):  # Else it was logged already.
             request_id = response.headers.get("X-Request-Id")
             self.write(_facts(request, response.status, response.body_length, time, request_id))
 
     def log_left(self, request: web.BaseRequest, seconds: float) -> None:
         mark_left(request)
+        if request.path in self.silent:
+            return
         sent = request.writer.output_size
         self.write(_facts(request, CLIENT_LEFT, sent, seconds, own_request_id(request)))
 
@@ -113,6 +121,16 @@ class TextLines(Lines):
 
 
 KINDS: dict[str, type[Lines]] = {"text": TextLines, "json": JsonLines}
+
+
+def lines_of(kind: str, without: Sequence[str] = ()) -> type[Lines] | None:
+    """Return the class of an access log; None for "off". without: paths, or several with commas,
+    that get no line.
+    """
+    if kind not in KINDS:
+        return None
+    paths = frozenset(path.strip() for words in without for path in words.split(","))
+    return type("Lines", (KINDS[kind],), {"silent": paths})
 
 
 def own_request_id(request: web.BaseRequest) -> str | None:

@@ -159,7 +159,7 @@ def make_app(
     add_plugin_routes(app, engine)
     http_metrics = HttpMetrics()
     app.cleanup_ctx.append(http_metrics.serve)
-    kind = request_log.KINDS.get(options.access_log)
+    kind = request_log.lines_of(options.access_log, options.access_log_except)
     lines = None if kind is None else kind(request_log.access, "")
     app.middlewares.insert(0, observe_requests(http_metrics, lines))
     return app

@@ -23,7 +23,7 @@ from ..http.auth.api_keys import KeyRing
 from ..http.auth.tenants import TENANCY
 from ..http.connections import Runner, raise_descriptors, watching_descriptors
 from ..http.options import ServerOptions
-from ..http.request_log import KINDS, access
+from ..http.request_log import access, lines_of
 from ..http.tls import refreshing
 from ..stdout import announce
 from .app import make_app
@@ -61,8 +61,8 @@ async def listening(
     """
     options = options or ServerOptions()
     logs: dict[str, Any] = {"access_log": None}
-    if options.access_log != "off":
-        logs = {"access_log": access, "access_log_class": KINDS[options.access_log]}
+    if (lines := lines_of(options.access_log, options.access_log_except)) is not None:
+        logs = {"access_log": access, "access_log_class": lines}
     raise_descriptors()
     context = listen.tls.context() if listen.tls is not None else None
     app = make_app(engine, options, None if listen.uds else listen.host)

@@ -162,3 +162,11 @@ def test_requests_are_counted_by_route_and_status(
         ("/v1/chat/completions", post, "4xx"): 1,
         ("/metrics", "GET", "2xx"): 1,
     }
+
+
+def test_paths_that_are_named_get_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    options = ServerOptions(access_log="json", access_log_except=("/health,/metrics", "/version"))
+    with running(engine_config(EMBEDDED_MODEL), options) as quiet:
+        for path in ("/health", "/metrics", "/version", "/v1/models", "/healthy"):
+            httpx.get(quiet.url + path)
+    assert [line["path"] for line in lines(caplog)] == ["/v1/models", "/healthy"]
