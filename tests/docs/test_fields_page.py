@@ -91,4 +91,6 @@ def test_every_field_of_openai_has_its_row(title: str) -> None:
 
 def test_every_refusal_is_in_a_table() -> None:
     refused = {name for rows in TABLES.values() for name, here in rows.items() if here == "refused"}
-    assert set(protocol.UNSUPPORTED) - set(protocol.ChatRequest.__struct_fields__) <= refused
+    kinds = (protocol.ChatRequest, protocol.CompletionRequest)
+    served = {name for kind in kinds for name in kind.__struct_fields__}
+    assert set(protocol.UNSUPPORTED) - served <= refused
