@@ -45,9 +45,9 @@ there, by kind:
 - **States of sequences**: Mamba, Mamba 2, Jamba, Bamba, Falcon-H1, Nemotron-H, Qwen3-Next, Qwen3.5,
   Kimi Linear, LFM2, MiniMax-Text-01, Zamba 2.
 - **Encoder-decoders**: T5, BART, M2M100, Marian, Pegasus.
-- **For vectors and labels**: BERT, RoBERTa, XLM-RoBERTa, ModernBERT, NomicBERT, GTE, rewards of Qwen
-  (Qwen2ForRewardModel), and of InternLM (InternLM2ForRewardModel): [embed, classify, score and
-  rerank](../how-to/embeddings.md).
+- **For vectors and labels**: BERT, RoBERTa, XLM-RoBERTa, ModernBERT, NomicBERT, GTE, rewards of
+  Qwen (Qwen2ForRewardModel), and of InternLM (InternLM2ForRewardModel): [embed, classify, score
+  and rerank](../how-to/embeddings.md).
 - **Others**: the text part of multimodal checkpoints; any other causal model of `transformers`
   whose layers are attention alone, [on its own modules](#on-transformers-modules).
 
