@@ -16,8 +16,10 @@ class LlavaProcessor(ImageProcessor):
         pixels = tensors["pixel_values"]
         patch = self.config.vision_config.patch_size
         count = (pixels.shape[-2] // patch) * (pixels.shape[-1] // patch)
-        if self.config.vision_feature_select_strategy == "full":
+        if self.config.vision_config.model_type == "clip_vision_model":
             count += 1  # The tower's class token.
+        if self.config.vision_feature_select_strategy == "default":
+            count -= 1  # The first row is left out.
         return ProcessedMedia({"pixel_values": pixels}, self.repeated(count))
 
 

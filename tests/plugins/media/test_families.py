@@ -14,7 +14,10 @@ from PIL import Image
 from seeing_models import FAMILIES, picture, save
 
 from jackfield import AsyncEngine, EngineConfig, RequestOutput, SamplingParams
+from jackfield.core.protocols.media import MediaSetup
+from jackfield.plugins.media.llava import Llava
 
+LLAVA = "LlavaForConditionalGeneration"
 NEW = 10
 CHUNK = 7
 """Tokens of a step: fewer than a picture has."""
@@ -140,3 +143,17 @@ async def test_the_prefix_cache_knows_pictures_by_content(made: Made) -> None:
         assert other.num_cached_tokens <= before + 2
         check(made, CASES["another"], other)
         assert again.outputs[0].token_ids != other.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("tower", ["clip_vision_model", "siglip_vision_model"])
+@pytest.mark.parametrize("strategy", ["full", "default"])
+def test_llava_has_a_token_for_each_row_of_its_tower(
+    tower: str, strategy: str, tmp_path: Path
+) -> None:
+    vision = {**FAMILIES[LLAVA].config["vision_config"], "model_type": tower}
+    model = save(LLAVA, tmp_path, vision_config=vision, vision_feature_select_strategy=strategy)
+    processor = Llava.processor(MediaSetup(tmp_path, model.config))
+    made = processor.image(picture(1))
+    pixels = torch.from_numpy(made.tensors["pixel_values"])
+    rows = model.model.get_image_features(pixel_values=pixels).pooler_output[0]
+    assert len(made.token_ids) == len(rows)
