@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from rank_executor import Plugin as Ranks
 from test_speculation import FEW, Asked, compare, config_of, folders, greedy, prompts, serve
 
 from jackfield import AsyncEngine
+from jackfield.core.registry import load_plugins
 
 __all__ = ["folders"]
 
@@ -29,6 +31,19 @@ async def test_tokens_are_the_same(name: str, folders: Any) -> None:
     )
     assert after.steps < before.steps
     assert after.num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    "over", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["ranks", "stages"]
+)
+async def test_ranks_propose_alike(over: dict[str, int], folders: Any) -> None:
+    """Each has tables of its own; the second half finds what the first has left in them."""
+    few = list(FEW)
+    asked: Asked = [(prompt, greedy(allowed_token_ids=few)) for prompt in prompts(4)]
+    asked += [([3, 17, 29, number], greedy(max_tokens=20)) for number in (7, 8)] * 4
+    plugins = load_plugins(extra=[Ranks()])
+    options: dict[str, Any] = {"executor": "rank_threads", "max_num_seqs": 3, **over}
+    await compare(folders("qwen3"), asked, plugins, speculative_config=SUFFIX, **options)
 
 
 async def test_adaptive_widths_change_no_token(folders: Any) -> None:
