@@ -115,8 +115,13 @@ def test_a_prompt_may_be_a_dict(llm: LLM) -> None:
         for salt in ({}, {}, {"cache_salt": "other"})
     )
     assert first == other == 0 < again
-    for wrong in ({"prompt": 3}, {"text": "Hello"}, {"prompt": "x", "multi_modal_data": {"a": 1}}):
-        with pytest.raises(InvalidRequest, match=r"^prompt: "):
+    wrongs: list[tuple[Any, str]] = [
+        ({"prompt": 3}, "prompt"), ({"text": "Hello"}, "prompt"),
+        ({"prompt": "x", "multi_modal_data": {"a": 1}}, "multi_modal_data"),
+        ({"prompt_embeds": [[0.0]]}, "prompt_embeds"),
+    ]  # fmt: skip
+    for wrong, field in wrongs:
+        with pytest.raises(InvalidRequest, match=f"^{field}: "):
             llm.generate(wrong, params, use_tqdm=False)  # type: ignore[arg-type]
 
 
