@@ -53,7 +53,7 @@ class Weighted(KVCompressor):
         weights = (self.attention, self.key_norm, self.value_norm)
         scores: torch.Tensor = sum(
             weight * each for weight, each in zip(weights, measures, strict=True)
-        )  # type: ignore[assignment]
+        )
         highest = torch.stack(measures).amax(0)
         directions = keys.float() / norms[0].clamp(min=1e-4)[:, :, None]
         mean = F.normalize(directions.sum(0), dim=1)

@@ -131,8 +131,8 @@ async def results(options: argparse.Namespace, text: str) -> list[Record]:
 
 def library_text() -> str:
     """Return documentation of Python's library: real text that is everywhere."""
-    documented = (pydoc.render_doc(name, renderer=pydoc.plaintext) for name in MODULES)
-    return "\n\n".join(documented)
+    plain = pydoc.plaintext  # type: ignore[attr-defined]
+    return "\n\n".join(pydoc.render_doc(name, renderer=plain) for name in MODULES)
 
 
 def summary(records: Sequence[Record]) -> str:

@@ -83,7 +83,7 @@ class PressedWindowsMachine(SmallWindowsMachine):
 class InnerWindowsMachine(PriorityMachine):
     """A layer with a window in a group that keeps all tokens."""
 
-    groups = (CacheGroup((0, 1), None, (Reach(7),)),)
+    groups = (CacheGroup((0, 1), None, (Reach(21), Reach(chunk_size=3))),)
     kv_compression = CompressionRule(ratio=0.2, interval=5)
     num_blocks = 20
 

@@ -132,6 +132,9 @@ class ReplayingWorker:
             assert all(len(held) == each.num_tokens for held in old)
             assert 0 < each.kept <= each.num_tokens
             dropped = each.num_tokens - each.kept
+            for reach in (reach for group in self.groups for reach in group.inner_reaches):
+                assert dropped % reach.alignment == 0, "a chunk begins elsewhere"
+                assert dropped <= first_seen(reach, each.num_tokens), "drops what is seen"
             self.held[slot] = []
             for number, (held, target) in enumerate(zip(old, each.tables, strict=True)):
                 assert len(target) == -(-each.kept // self.block_size)
