@@ -16,6 +16,10 @@ from ..protocols.parsers import Content
 from ..step import CompiledGrammar, SlotStart
 from .spec import field_of
 
+FORCED_SECONDS = 2e-3
+"""If forced text took more processor time, an output is not asked for it again."""
+MOST_FORCED = 256
+"""Characters of forced text that become drafts."""
 ANY = -1
 """A word of a bitmask with every bit set."""
 
@@ -80,6 +84,8 @@ class Constraint:
         self._num_accepted = 0
         """Tokens that the matcher has accepted."""
         self._mark: _Mark | None = None
+        self._slow = False
+        """Whether forced text is not asked for any more."""
         try:
             self.matcher = compiled.grammar.matcher()
         except BaseException as error:
@@ -165,14 +171,17 @@ class Constraint:
         may be longer.
         """
         forced_text = getattr(self.matcher, "forced_text", None)
-        if not self.in_grammar or forced_text is None or self._encode is None:
+        if not self.in_grammar or forced_text is None or self._encode is None or self._slow:
             return []
+        start = time.thread_time()
         try:
             text = forced_text()
         except BaseException as error:
             self._fail(error)
             return []
-        return self._encode(text)[:-1] if text else []
+        # Some backends look at all of a long text each time.
+        self._slow = time.thread_time() - start > FORCED_SECONDS
+        return self._encode(text[:MOST_FORCED])[:-1] if text else []
 
     def mark(self) -> bool:
         """Remember the state, before drafts are followed; False, unchanged, if that is not

@@ -87,7 +87,7 @@ class ModelRunner:
         self.stage = self.parts.find(PipelineStage)
         """Exchange with other stages; None with one stage."""
         if self.stage is not None:
-            self.stage.drafts_verified = self.parts.drafts_verified
+            self.stage.on_verified = self.parts.drafts_verified
         samplers: tuple[PerSlot, ...] = (sampler, masks, self.prompt_logprobs)
         self._per_slot = (*(samplers if self.samples else ()), *self.parts.per_slot)
         self.decode, self.mixed = DecodeGraphRoute(self), MixedGraphLaunch(self)

@@ -274,6 +274,19 @@ class GrammarBackendKit(Kit):
                 assert not matcher.is_terminated(), f"{spec}: the end token stays"
                 assert (_mask(matcher) == masks[-1]).all(), f"{spec}: rollback of the end token"
 
+    def test_forced_text_is_in_every_output(self) -> None:
+        for spec, outputs in self._languages():
+            texts = [output.encode() for output in outputs]
+            for text in texts:
+                matcher: Any = self._grammar(spec).matcher()
+                if not hasattr(matcher, "forced_text"):
+                    return
+                for end in range(len(text) + 1):
+                    known = text[:end] + matcher.forced_text().encode()
+                    others = [other for other in texts if other.startswith(text[:end])]
+                    assert all(other.startswith(known) for other in others), f"{spec}: {known!r}"
+                    matcher.accept(list(text[end : end + 1]))
+
     def test_many_masks_at_once_are_those_of_each(self) -> None:
         matchers = self._matchers()
         fill = getattr(type(matchers[0]), "fill_bitmasks", None)

@@ -3,6 +3,7 @@ to try."""
 
 from __future__ import annotations
 
+import codecs
 import functools
 import importlib.util
 import itertools
@@ -246,7 +247,10 @@ class LLGuidanceMatcher:
 
     def forced_text(self) -> str:
         forced: bytes = b"" if self._terminated else self._matcher.compute_ff_bytes()
-        return forced.decode(errors="ignore")
+        try:
+            return codecs.getincrementaldecoder("utf-8")().decode(forced)
+        except UnicodeDecodeError:
+            return ""  # In the middle of a character.
 
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens - self._terminated)

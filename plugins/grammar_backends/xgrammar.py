@@ -224,7 +224,10 @@ class XGrammarMatcher:
     def forced_text(self) -> str:
         if self._matcher.is_terminated():
             return ""
-        return str(self._matcher.find_jump_forward_string())
+        try:
+            return str(self._matcher.find_jump_forward_string())
+        except UnicodeDecodeError:
+            return ""  # In the middle of a character.
 
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)

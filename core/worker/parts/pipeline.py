@@ -87,7 +87,7 @@ class PipelineStage(WorkerPart):
         self._num_arrived = 0
         """Rows of `incoming` that are not zeros."""
         self._num_drafts = table.num_drafts
-        self.drafts_verified: Callable[[StepPlan, torch.Tensor], None] = lambda plan, accepted: None
+        self.on_verified: Callable[[StepPlan, torch.Tensor], None] = lambda plan, accepted: None
         """Called in stages before the last with how many drafts were accepted."""
         self._awaited: collections.deque[Awaited] = collections.deque()
         """On the first stage: tokens that are not in the table yet, by step. With drafts on all but
@@ -196,7 +196,7 @@ class PipelineStage(WorkerPart):
         table.lengths.index_add_(0, device_slots, accepted - counts.int())
         table.lengths[table.scratch_slot].fill_(0)
         if awaited.counts.any():
-            self.drafts_verified(awaited.plan, accepted)
+            self.on_verified(awaited.plan, accepted)
         if self.pipeline.first:
             order = torch.arange(1 + self._num_drafts, device=self._device)
             places = table.lengths[device_slots][:, None] + order

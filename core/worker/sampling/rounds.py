@@ -79,10 +79,10 @@ def sample_in_rounds(
     sample(first, sent[0], slots[sent[0]])
     goes_on = torch.ones(len(counts), dtype=torch.bool, device=logits.device)
     for place, (index, _) in enumerate(rounds, 1):
-        at, of = sent[2 * place - 1 : 2 * place + 1]
-        accepted = (chosen[at - 1] == places.drafts[at - 1]) & (places.proposed[of] >= place)
-        goes_on[of] &= accepted
-        sample(index, at, slots[at].masked_fill(~goes_on[of], sampler.padding_slot))
+        at, some = sent[2 * place - 1 : 2 * place + 1]
+        accepted = (chosen[at - 1] == places.drafts[at - 1]) & (places.proposed[some] >= place)
+        goes_on[some] &= accepted
+        sample(index, at, slots[at].masked_fill(~goes_on[some], sampler.padding_slot))
     return chosen, _merged(scores, len(slots_host)) if scores else None
 
 

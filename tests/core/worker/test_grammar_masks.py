@@ -200,6 +200,28 @@ def test_forced_tokens_follow_the_last_draft_that_can_be_accepted() -> None:
     assert masks.take_forced() == {1: (0, [0, 1]), 2: (0, [0, 1]), 4: (0, [0, 1])}
 
 
+class ForcingSlowly(Forcing):
+    asked = 0
+
+    def forced_text(self) -> str:
+        self.asked += 1
+        end = time.thread_time() + 0.01
+        while time.thread_time() < end:
+            pass
+        return super().forced_text()
+
+
+def test_slow_forced_text_is_not_asked_for_again() -> None:
+    grammar = ForcingSlowly()
+    masks = started([grammar], threads=0)
+    masks.seeks_forced = True
+    rows = masks.rows([0])
+    rows[0][1]._encode = lambda text: list(map(int, text))
+    for _ in range(3):
+        masks.fill(rows, 1)
+    assert grammar.asked == 1
+
+
 def test_parts_of_a_mask_keep_their_rows() -> None:
     masks = started([Rolling(), Rolling()], threads=0)
     rows = masks.rows([0, 7, 1])

@@ -43,6 +43,9 @@ class Matcher:
     def rollback(self, num_tokens: int) -> None:
         self.inner.rollback(num_tokens)
 
+    def forced_text(self) -> str:
+        return self.inner.forced_text()
+
 
 class Compiled:
     def __init__(self, inner: Any, matcher: type) -> None:
@@ -139,6 +142,11 @@ class RollsBackOneTooFew(Matcher):
         self.inner.rollback(num_tokens - 1)
 
 
+class ForcesTooMuch(Matcher):
+    def forced_text(self) -> str:
+        return self.inner.forced_text() + "x"
+
+
 class FillsRowsInOrder(Matcher):
     @classmethod
     def fill_bitmasks(
@@ -162,7 +170,8 @@ class ForgetsTheLast(Matcher):
 MATCHERS = (
     EndsAnywhere, OneEndToken, BitsPastTheVocabulary, AddsToTheRow, TokensWithoutBytes,
     NoBytesBeyondAscii, AcceptsAnything, RaisesAtAWrongToken, AcceptsTheFirstOnly,
-    EndsWithoutAnEndToken, NeverTerminated, RollsBackOneTooFew, FillsRowsInOrder, ForgetsTheLast,
+    EndsWithoutAnEndToken, NeverTerminated, RollsBackOneTooFew, ForcesTooMuch,
+    FillsRowsInOrder, ForgetsTheLast,
 )  # fmt: skip
 
 
