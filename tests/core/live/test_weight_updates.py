@@ -17,6 +17,7 @@ from rank_executor import Plugin
 from safetensors.torch import load_file, save_file
 
 from jackfield import AsyncEngine, EngineConfig, LoRARequest, SamplingParams
+from jackfield.core.config import KVTransferConfig
 from jackfield.core.errors import Conflict, InvalidRequest, NotFound
 from jackfield.core.live.engine_jobs import (
     AskLive,
@@ -342,13 +343,14 @@ async def test_a_sender_that_goes_away_changes_nothing(
 # ---------------------------------------------------------------- requests on their way
 
 
+@pytest.mark.parametrize("count", [20, pytest.param(256, marks=pytest.mark.slow)])
 async def test_streams_go_on_with_the_new_weights(
-    engine: AsyncEngine, tensors: Tensors, references: tuple[Any, Any]
+    count: int, engine: AsyncEngine, tensors: Tensors, references: tuple[Any, Any]
 ) -> None:
     """More than there are slots: none is lost, and each token is of the weights that its span
     says."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    prompts = [[3 + (7 * i + j) % (VOCAB - 3) for j in range(5 + i)] for i in range(20)]
+    prompts = [[3 + (7 * i + j) % (VOCAB - 3) for j in range(5 + i % 30)] for i in range(count)]
     begun = asyncio.Event()
 
     async def stream(prompt: list[int]) -> RequestOutput:
@@ -367,12 +369,16 @@ async def test_streams_go_on_with_the_new_weights(
     for prompt, last in zip(prompts, await asyncio.gather(*streams), strict=True):
         output = last.outputs[0]
         assert output.finish_reason == "length" and len(output.token_ids) == 40
-        sampled: list[int] = []
+        said = torch.tensor([prompt + list(output.token_ids)])
+        end = 0
         for span in output.weight_versions:
-            assert span.start == len(sampled)
-            model = references[span.version == "new"]
-            sampled += greedy(model, prompt + sampled, span.end - span.start)
-        assert sampled == list(output.token_ids)
+            assert span.start == end
+            with torch.no_grad():
+                best = references[span.version == "new"](said).logits[0].argmax(-1)
+            end = span.end
+            first, last_one = len(prompt) + span.start, len(prompt) + end
+            assert best[first - 1 : last_one - 1].tolist() == said[0, first:last_one].tolist()
+        assert end == 40
         both += len(output.weight_versions) == 2
     assert both, "no stream was under way"
     engine.core.check_idle()  # type: ignore[attr-defined]
@@ -449,6 +455,38 @@ async def test_experts_that_moved_are_not_updated(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="enable_eplb: experts have moved"):
             await engine.update_weights(folder)
         await tokens(engine)
+
+
+async def test_what_a_connector_keeps_of_old_weights_is_not_found(
+    folders: tuple[Path, Path], tensors: Tensors, references: tuple[Any, Any]
+) -> None:
+    """Both versions' blocks are in the store; a request gets those of the weights that serve."""
+    transfer = KVTransferConfig(
+        kv_connector="cpu_offload", kv_connector_extra_config={"kv_offloading_size": 0.01}
+    )
+    async with engine_of(folders[0], kv_transfer_config=transfer) as engine:
+
+        def hits() -> int:
+            return engine.stats().external_prefix_cache_hits
+
+        async def again() -> list[int]:
+            """What is said once the engine's own cache has been forgotten."""
+            while not await engine.reset_prefix_cache():  # Saves hold blocks for a moment.
+                await asyncio.sleep(0.01)
+            return await tokens(engine)
+
+        assert await tokens(engine) == await again() == greedy(references[0], PROMPT)
+        assert (before := hits()) > 0, "the store has the first weights' blocks"
+        update = await engine.begin_weight_update()
+        await update.put(tensors.items())
+        with pytest.raises(InvalidRequest, match=r"^recompute: with a KV connector"):
+            await update.commit(recompute=False)
+        await update.commit("new")
+        assert await again() == greedy(references[1], PROMPT)
+        assert hits() == before, "a block of the old weights was loaded"
+        assert await again() == greedy(references[1], PROMPT)
+        assert hits() > before, "the store has the new weights' blocks, too"
+        engine.core.check_idle()  # type: ignore[attr-defined]
 
 
 async def test_what_is_recorded_is_not_updated(folders: tuple[Path, Path], tmp_path: Path) -> None:
