@@ -68,6 +68,14 @@ class Pixtral:
         return "[IMG_BREAK]".join(lines) + "[IMG_END]"
 
 
+class Gemma3:
+    """What `Gemma3Processor` writes, which takes the classes of Gemma's own tokenizers."""
+
+    @staticmethod
+    def replace_image_token(own: Any, data: Any, number: int) -> str:
+        return f"\n\n<start_of_image>{'<image_soft_token>' * 16}<end_of_image>\n\n"
+
+
 def by_replacing(
     kind: str, module: str, given: dict[str, Any] | None = None, **attributes: Any
 ) -> Callable[[Path], Any]:
@@ -78,7 +86,7 @@ def by_replacing(
         images, tokenizer = parts_of(folder)
         ids = tokenizer.convert_tokens_to_ids
         own = SimpleNamespace(image_processor=images, tokenizer=tokenizer, **attributes)
-        processor: Any = Pixtral
+        processor: Any = {"Pixtral": Pixtral, "Gemma3": Gemma3}.get(kind)
         if module:
             processor = getattr(
                 importlib.import_module(f"transformers.models.{module}.processing_{module}"), kind
@@ -86,6 +94,8 @@ def by_replacing(
         for name in ("_get_number_of_features", "_get_unpadded_features"):
             if hasattr(processor, name):
                 setattr(own, name, MethodType(getattr(processor, name), own))
+
+        soft = attributes.get("soft_token", attributes["image_token"])
 
         def process(images: Any, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
             if not images:
@@ -96,17 +106,20 @@ def by_replacing(
                 first += processor.replace_image_token(own, data, number) + words
             inputs = tokenizer(first, return_tensors="pt", add_special_tokens=False)
             tokens = inputs["input_ids"]
-            kinds = (tokens == ids(attributes["image_token"])).int()
+            kinds = (tokens == ids(soft)).int()
             kept = {name: value for name, value in data.items() if name not in UNUSED}
-            mrope = {"mm_token_type_ids": kinds} if "image_grid_thw" in kept else {}
-            return {**inputs, **kept, **mrope}
+            if "image_grid_thw" in kept:
+                kept["mm_token_type_ids"] = kinds
+            if kind == "Gemma3":
+                kept["token_type_ids"] = kinds
+            return {**inputs, **kept}
 
         return process
 
     return reference
 
 
-UNUSED = ("num_patches", "rows", "cols", "batch_num_images")
+UNUSED = ("num_patches", "rows", "cols", "batch_num_images", "num_crops")
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 QWEN_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 QWEN_IDS = {
@@ -126,6 +139,22 @@ TILED: dict[str, Any] = {
 }  # fmt: skip
 TILED_OPTIONS = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
 FAMILIES: dict[str, Family] = {
+    "Gemma3ForConditionalGeneration": Family(
+        {
+            "text_config": {
+                **TEXT, "sliding_window": 12,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            "vision_config": {**TOWER, "image_size": 64},
+            "tie_word_embeddings": False, "mm_tokens_per_image": 16, "boi_token_index": 300,
+            "eoi_token_index": 301, "image_token_index": 302,
+        },
+        "Gemma3ImageProcessorPil", {"size": {"height": 64, "width": 64}},
+        ("<start_of_image>", "<end_of_image>", "<image_soft_token>"), "<start_of_image>",
+        by_replacing(
+            "Gemma3", "", image_token="<start_of_image>", soft_token="<image_soft_token>"
+        ),
+    ),
     "Qwen2VLForConditionalGeneration": Family(
         {
             "text_config": {**TEXT, "rope_parameters": MROPE},
@@ -271,7 +300,9 @@ def save(architecture: str, folder: Path, **changes: Any) -> Any:
     with torch.no_grad():
         for _name, parameter in model.named_parameters():
             # Gains and biases that are all alike would hide faults of scale.
-            if parameter.dim() == 1:
+            if not parameter.any():
+                parameter.normal_(0, 0.2)
+            elif parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     tokenizer_with(family.specials, TEMPLATE.replace("PICTURE", family.written)).save_pretrained(

@@ -178,6 +178,9 @@ class RequestEntry:
                 param="multi_modal_data",
             )
         rest: Any = {key: value for key, value in prompt.items() if key != "multi_modal_data"}  # type: ignore[union-attr]
+        if isinstance(rest.get("prompt"), str):
+            for placeholder in self.texts.placeholders.values():
+                rest["prompt"] = rest["prompt"].replace(placeholder.text, placeholder.whole)
         return rest, of_prompt(data, self.media.modalities)
 
     async def _with_media(

@@ -11,7 +11,7 @@ import socket
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from ..errors import InvalidRequest, shown
@@ -19,6 +19,7 @@ from ..errors import InvalidRequest, shown
 if TYPE_CHECKING:
     from yarl import URL
 
+B = TypeVar("B", bytes, bytearray)
 MAX_BYTES = 64 << 20
 """Most bytes of an encoded item."""
 SECONDS = 20.0
@@ -110,10 +111,13 @@ class MediaFetcher:
             number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except (OSError, ValueError, RuntimeError):
             raise refused from None
-        with os.fdopen(number, "rb") as file:
+        try:
             if not stat.S_ISREG(os.fstat(number).st_mode):
                 raise refused
-            data = file.read(MAX_BYTES + 1)
+            with os.fdopen(number, "rb", closefd=False) as file:
+                data = file.read(MAX_BYTES + 1)
+        finally:
+            os.close(number)
         return _bounded(data, field)
 
     # ------------------------------------------------------------ HTTP
@@ -129,7 +133,9 @@ class MediaFetcher:
                 param=field,
             )
         connector = aiohttp.TCPConnector(
-            resolver=_Resolver(self._allows, field), use_dns_cache=False, force_close=True
+            resolver=_Resolver(self._allows, field),  # type: ignore[arg-type]  # By shape.
+            use_dns_cache=False,
+            force_close=True,
         )
         headers = {"Accept": "image/*", "Accept-Encoding": "identity"}
         try:
@@ -238,7 +244,7 @@ def _data(url: str, field: str) -> bytes:
         raise InvalidRequest(f"{field}: is not base64", param=field) from None
 
 
-def _bounded(data: bytes | bytearray, field: str) -> bytes | bytearray:
+def _bounded(data: B, field: str) -> B:
     if len(data) > MAX_BYTES:
         raise _too_long(field)
     return data

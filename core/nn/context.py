@@ -284,6 +284,11 @@ class ForwardContext:
         """Set for a model whose prompts may have media."""
         return self.parts.get(media.NAME)
 
+    @property
+    def spans(self) -> bool:
+        """Whether the step has tokens that see each other in both directions."""
+        return self.media is not None and bool(self.media.spans)
+
     def rotation(self, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
         """Return by which positions heads turn, [num_tokens], and the table that they index."""
         found = None if self.media is None else self.media.rope

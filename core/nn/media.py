@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..protocols.media import RopeSections
+from .spans import Span
 
 if TYPE_CHECKING:
     from .rotary import Rotary
@@ -58,6 +60,9 @@ class MediaContext(NamedTuple):
     """None: the step has no tokens of items."""
     rope: RopePositions | None
     """None: tokens turn by their positions in the sequence."""
+    spans: Sequence[Span] = ()
+    """Tokens that see each other in both directions."""
+    block_size: int = 0
 
     def embedded(self, hidden: torch.Tensor) -> torch.Tensor:
         """Put rows in the place of embeddings: [T, hidden_size] → the same shape."""

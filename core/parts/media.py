@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -26,7 +26,7 @@ class MediaTensor(msgspec.Struct, frozen=True, gc=False):
     data: bytes
 
     @classmethod
-    def of(cls, array: NDArray) -> MediaTensor:
+    def of(cls, array: NDArray[Any]) -> MediaTensor:
         return cls(str(array.dtype), array.shape, array.tobytes())
 
 

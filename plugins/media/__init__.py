@@ -7,6 +7,7 @@ from typing import Any
 from ...core.hooks import hookimpl
 
 MODELS = {
+    "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3",
     "InternVLForConditionalGeneration": "internvl:InternVL",
     "LlavaForConditionalGeneration": "llava:Llava",

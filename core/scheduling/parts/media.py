@@ -60,7 +60,8 @@ class Media(SchedulerPart):
 
     @classmethod
     def maker(cls, most_kept: int, whole_spans: bool) -> Callable[[PartServices], Media]:
-        return lambda services: cls(services, most_kept, whole_spans)
+        kind = SpanMedia if whole_spans else cls
+        return lambda services: kind(services, most_kept, whole_spans)
 
     # ------------------------------------------------------------ rows
 
@@ -223,6 +224,12 @@ class Media(SchedulerPart):
                 counted[digest] = counted.get(digest, 0) + 1
         assert counted == self._users and set(counted) <= set(self._kept), "media are miscounted"
         return ()
+
+
+class SpanMedia(Media):
+    """Items whose tokens are computed together: steps are as long as they may be."""
+
+    short_steps = False
 
 
 def _items(request: Request) -> tuple[MediaItem, ...] | list[MediaItem]:

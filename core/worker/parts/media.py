@@ -9,8 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...config import EngineConfig
+from ...errors import ConfigError
 from ...nn.media import MediaContext, MediaRows, RopePositions
+from ...nn.spans import Span
 from ...parts.media import NAME, PROMPT_EMBEDS, EncodeMedia, MediaPlan, PlacedItem, SlotMedia
+from ...protocols.attention import PagedBackend
 from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
 from ..batch import PersistentBatch, StepInputs
 from ..launched_step import LaunchedStep
@@ -30,11 +34,46 @@ class MediaStart(PartStart):
         width = (1 + self._encoder.num_levels) * start.model_config.hidden_size
         rows = start.config.max_num_batched_tokens
         assert rows is not None
-        self.needs = PartNeeds(nbytes=rows * width * start.model_config.dtype.itemsize)
+        media = start.model_config.media
+        assert media is not None, "the part is on by it"
+        self._whole_spans = media.whole_spans
+        if media.whole_spans:
+            _check_span_options(start.config)
+        self.needs = PartNeeds(
+            nbytes=rows * width * start.model_config.dtype.itemsize,
+            refuses=_span_refusal if media.whole_spans else None,
+        )
 
     def make(self, site: PartSite) -> Media:
         config = self._start.model_config
-        return Media(self._encoder, site.batch, config.hidden_size, config.dtype)
+        return Media(
+            self._encoder, site.batch, config.hidden_size, config.dtype,
+            whole_spans=self._whole_spans,
+        )  # fmt: skip
+
+
+SPANS = "the tokens of a picture of this model see each other"
+
+
+def _check_span_options(config: EngineConfig) -> None:
+    """Raise ConfigError for options with which the tokens of a span are not computed together, or
+    not found by their positions."""
+    for name, reason in (
+        ("kv_compression", "so its place in the cache must be that in the prompt"),
+        ("long_prefill_token_threshold", "so they are computed in one step"),
+    ):
+        if getattr(config, name):
+            raise ConfigError(
+                f"{name}: {SPANS}, {reason}; leave it out, or serve text alone with "
+                "language_model_only",
+                param=name,
+            )
+
+
+def _span_refusal(backend: type[PagedBackend]) -> str | None:
+    if getattr(backend, "standard_cache", False):
+        return None
+    return f"its cache has a form of its own, and {SPANS}"
 
 
 class NoEncoder:
@@ -63,7 +102,13 @@ class Media(WorkerPart):
     name = NAME
 
     def __init__(
-        self, encoder: Any, batch: PersistentBatch, hidden_size: int, dtype: torch.dtype
+        self,
+        encoder: Any,
+        batch: PersistentBatch,
+        hidden_size: int,
+        dtype: torch.dtype,
+        *,
+        whole_spans: bool,
     ) -> None:
         self._encoder = encoder
         self._batch = batch
@@ -74,6 +119,8 @@ class Media(WorkerPart):
         self._failures: dict[str, str] = {}
         """Digest → why it could not be encoded."""
         self._slots: dict[int, _Slot] = {}
+        self._whole_spans = whole_spans
+        self._spans: list[Span] = []
         self._rows: MediaRows | None = None
         self._axes: tuple[torch.Tensor, torch.Tensor] | None = None
         """Tokens of the step, [K], and their positions, [3, K]."""
@@ -112,7 +159,7 @@ class Media(WorkerPart):
     # ------------------------------------------------------------ a step
 
     def before(self, part: PartPlan | None, plan: StepPlan) -> None:
-        self._rows, self._axes, self._failed = None, None, {}
+        self._rows, self._axes, self._failed, self._spans = None, None, {}, []
         if isinstance(part, MediaPlan):
             self._encode(part)
         if self._slots and not self._slots.keys().isdisjoint(plan.slots):
@@ -204,6 +251,10 @@ class Media(WorkerPart):
             if start < stop:
                 tokens.append(np.arange(first + start - begin, first + stop - begin))
                 skipped = at + start - item.start - offset
+                if self._whole_spans:
+                    span_end = item.start + offset + count
+                    assert stop == span_end, "the tokens of a span are computed together"
+                    self._spans.append(Span(row, first + start - begin, start, span_end))
                 vectors.append(output[skipped : skipped + stop - start])
             at += count
 
@@ -211,7 +262,7 @@ class Media(WorkerPart):
         rope = None
         if self._deltas is not None:
             rope = RopePositions(self._positions(inputs), self._encoder.rope)
-        return MediaContext(self._rows, rope)
+        return MediaContext(self._rows, rope, tuple(self._spans), self._batch.block_size)
 
     def _positions(self, inputs: StepInputs) -> torch.Tensor:
         """Return the positions by which tokens turn, [T] or [3, T]."""
@@ -233,5 +284,5 @@ class Media(WorkerPart):
 
     def after(self, part: PartPlan | None, step: LaunchedStep) -> Report | None:
         step.failed.update(self._failed)
-        self._rows, self._axes, self._failed = None, None, {}
+        self._rows, self._axes, self._failed, self._spans = None, None, {}, []
         return None

@@ -1,0 +1,31 @@
+"""Gemma 3: pictures of one size, whose tokens see each other in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ...core.protocols.media import MediaSetup, ProcessedMedia
+from .family import Pictures
+from .processor import ImageProcessor
+
+
+class Gemma3Processor(ImageProcessor):
+    around = ("\n\n", "\n\n")
+
+    def find_placeholder(self, setup: MediaSetup) -> int:
+        return int(setup.config.boi_token_index)
+
+    def processed(self, tensors: Mapping[str, np.ndarray]) -> ProcessedMedia:
+        config = self.config
+        count = config.mm_tokens_per_image
+        tokens = [config.boi_token_index, *[config.image_token_id] * count, config.eoi_token_index]
+        return ProcessedMedia(
+            {"pixel_values": tensors["pixel_values"]}, tokens, [False, *[True] * count, False]
+        )
+
+
+class Gemma3(Pictures):
+    processor_class = Gemma3Processor
+    whole_spans = True
