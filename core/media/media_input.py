@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..config import EngineConfig
-from ..errors import EngineOverloaded, InvalidRequest, JackfieldError
+from ..errors import ConfigError, EngineOverloaded, InvalidRequest, JackfieldError
 from ..loading.model_config import MediaConfig, ModelConfig
 from ..parts.media import MediaContent, MediaItem, MediaTensor
 from ..protocols.media import MediaModel, MediaProcessor, MediaSetup, ProcessedMedia
@@ -82,6 +82,12 @@ class MediaInput:
         if self._tokenizer is None:
             return {}
         text = self._tokenizer.backend.id_to_token(processor.placeholder_id)
+        if text is None:
+            raise ConfigError(
+                f"model: its tokenizer has no token {processor.placeholder_id}, which stands for "
+                "pictures",
+                param="model",
+            )
         return {"image": Placeholder(text, *processor.around)}
 
     def _make(self) -> MediaProcessor:

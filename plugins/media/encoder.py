@@ -58,7 +58,8 @@ class TransformersEncoder(nn.Module):
         config = copy.deepcopy(setup.config)
         config.quantization_config = None
         with torch.device("meta"), no_init_weights():
-            whole: Any = AutoModel.from_config(config, dtype=build.dtype)
+            create: Any = AutoModel.from_config  # Untyped.
+            whole: Any = create(config, dtype=build.dtype)
         for name in self.text_modules:
             if name in whole._modules:
                 delattr(whole, name)
@@ -69,7 +70,7 @@ class TransformersEncoder(nn.Module):
                 allocate(module, build)
         self.hf = whole
         names = frozenset(name for name, _ in self.named_parameters())
-        self.weight_map = EncoderWeights(found=names, renamed_parts=self.renamed_parts)
+        self.weight_map: WeightMap = EncoderWeights(found=names, renamed_parts=self.renamed_parts)
         self.dtype = build.dtype
 
     def encode(self, items: Sequence[Mapping[str, torch.Tensor]]) -> Sequence[torch.Tensor]:

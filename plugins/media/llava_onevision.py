@@ -37,7 +37,7 @@ class OnevisionProcessor(ImageProcessor):
         ratio = math.sqrt(lines * columns / (most * side**2))
         if ratio > 1.1:
             lines, columns = int(lines // ratio), int(columns // ratio)
-        return side**2 + lines * columns + lines
+        return int(side**2 + lines * columns + lines)
 
 
 class LlavaOnevision(Pictures):

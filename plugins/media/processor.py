@@ -29,7 +29,8 @@ class ImageProcessor:
 
         given = dict(setup.processor_kwargs)
         try:
-            own: Any = AutoImageProcessor.from_pretrained(setup.folder, backend="pil", **given)
+            create: Any = AutoImageProcessor.from_pretrained  # Untyped.
+            own: Any = create(setup.folder, backend="pil", **given)
         except Exception as error:
             param = OPTION if given else "model"
             raise ConfigError(
