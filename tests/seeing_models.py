@@ -300,9 +300,9 @@ def save(architecture: str, folder: Path, **changes: Any) -> Any:
     with torch.no_grad():
         for _name, parameter in model.named_parameters():
             # Gains and biases that are all alike would hide faults of scale.
-            if not parameter.any():
+            if parameter.dim() > 1 and not parameter.any():
                 parameter.normal_(0, 0.2)
-            elif parameter.dim() == 1:
+            if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     tokenizer_with(family.specials, TEMPLATE.replace("PICTURE", family.written)).save_pretrained(
@@ -313,5 +313,7 @@ def save(architecture: str, folder: Path, **changes: Any) -> Any:
 
 
 def picture(seed: int, width: int = 96, height: int = 72) -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
+    """Noise around a colour."""
+    random = np.random.default_rng(seed)
+    pixels = random.integers(0, 200, 3) + random.integers(0, 56, (height, width, 3))
+    return Image.fromarray(pixels.astype(np.uint8))
