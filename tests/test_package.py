@@ -142,6 +142,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     }
     assert "jackfield/py.typed" in names
     assert "jackfield/plugins/models/embedded/model.safetensors" in names
+    assert "jackfield/plugins/models/embedded/eagle3/model.safetensors" in names
 
 
 # ---------------------------------------------------------------- registry

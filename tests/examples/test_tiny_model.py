@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 import jackfield
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
@@ -74,6 +76,63 @@ def test_the_checkpoint_is_light_and_its_scores_are_those_recorded() -> None:
     scores = json.loads((EXAMPLE / "scores.json").read_text())
     assert set(scores) == KINDS | {"count"} and scores["count"] >= 100
     assert all(0.9 < scores[kind] <= 1 for kind in KINDS)
+
+
+async def test_its_draft_head_saves_steps(made: Any) -> None:
+    """Of held-out prompts, greedy and sampled; and the tokens are those without it."""
+    generator, evaluate = made
+    asked = [
+        (evaluate.prompt(example), SamplingParams(temperature=t, seed=5, max_tokens=60))
+        for kind in sorted(KINDS)
+        for example in itertools.islice(generator.examples(21, "held-out", kind), 2)
+        for t in (0.0, 0.6)
+    ]
+
+    async def serve(**options: Any) -> tuple[list[list[int]], Any]:
+        config = EngineConfig(
+            device="cpu", dtype="float32", max_model_len=512, max_num_seqs=4,
+            num_gpu_blocks_override=200, **options,
+        )  # fmt: skip
+        async with AsyncEngine(config) as engine:
+
+            async def one(prompt: str, params: SamplingParams) -> list[int]:
+                async for out in engine.generate(prompt, params):
+                    last = out
+                assert last.error is None, last.error
+                return list(last.outputs[0].token_ids)
+
+            # One after the other: acceptance is that of single streams.
+            return [await one(*each) for each in asked], engine.stats()
+
+    plain, before = await serve()
+    drafted, after = await serve(speculative_config={"method": "eagle3"})
+    assert drafted == plain
+    assert after.steps < 0.7 * before.steps
+    assert after.spec_decode_num_accepted_tokens > 0.4 * after.spec_decode_num_draft_tokens
+
+
+async def test_the_training_of_its_draft_head_writes_what_the_engine_reads(
+    made: Any, tmp_path: Path
+) -> None:
+    """A step of it: tensors and config.json are those of the head in the box."""
+    import train_draft
+
+    args = argparse.Namespace(
+        out=tmp_path, start=None, examples=30, batch_tokens=200, steps=1, max_seconds=1e9,
+        passes=2, rate=1e-3,
+    )  # fmt: skip
+    train_draft.train(args)
+    own, box = (
+        safe_open(folder / "model.safetensors", "pt")
+        for folder in (tmp_path, EMBEDDED_MODEL / "eagle3")
+    )
+    shapes = [{n: f.get_slice(n).get_shape() for n in f.keys()} for f in (own, box)]
+    assert shapes[0] == shapes[1]
+    written, kept = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (tmp_path, EMBEDDED_MODEL / "eagle3")
+    )
+    assert written == kept
 
 
 async def test_it_answers_held_out_prompts_of_each_kind(made: Any) -> None:

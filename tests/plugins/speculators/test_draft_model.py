@@ -111,6 +111,14 @@ async def test_the_method_is_that_of_the_checkpoint(folders: Folders, small: Pat
     assert stats.spec_decode_num_draft_tokens > 0
 
 
+async def test_caches_of_draft_models_are_not_compacted(folders: Folders) -> None:
+    folder = folders("qwen3")
+    config = config_of(folder, speculative_config=drafting(folder), kv_compression="window")
+    with pytest.raises(ConfigError, match="not compacted") as error:
+        await serve(config, requests(1))
+    assert error.value.param == "speculative_config"
+
+
 @pytest.mark.parametrize(
     ("speculative", "reason"),
     [

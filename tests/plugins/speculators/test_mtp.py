@@ -32,6 +32,13 @@ ERNIE = {
     "use_bias": False,
 }  # fmt: skip
 LAYERS = 2
+NEXT = {
+    "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "partial_rotary_factor": 0.5,
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+}  # fmt: skip
 
 
 class Case:
@@ -156,6 +163,23 @@ class Ernie(Case):
         return own | {f"model.mtp_block.0.{name}": tensor for name, tensor in block.items()}
 
 
+class Qwen(Case):
+    """Norms' weights are stored less one, and the first embedding is read."""
+
+    zero_first = False
+
+    def named(self, block: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        names = {
+            "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc",
+            "norm": "norm",
+        }  # fmt: skip
+        own = {
+            f"mtp.{names[name]}.weight": each - float(each.dim() == 1)
+            for name, each in self.extra.items()
+        }
+        return own | {f"mtp.layers.0.{name}": tensor for name, tensor in block.items()}
+
+
 CASES: dict[str, Callable[[Path], Case]] = {
     "DeepseekV3ForCausalLM": lambda folder: Deepseek(
         folder, "DeepseekV3", "DeepseekV3ForCausalLM", {**MIXTURE, **LATENT}
@@ -166,6 +190,9 @@ CASES: dict[str, Callable[[Path], Case]] = {
          "partial_rotary_factor": 0.5},
     ),
     "MiMoForCausalLM": lambda folder: MiMo(folder, "Qwen2", "MiMoForCausalLM", {}),
+    "Qwen3NextForCausalLM": lambda folder: Qwen(
+        folder, "Qwen3Next", "Qwen3NextForCausalLM", NEXT
+    ),
     # The last of its layers has no experts.
     "Ernie4_5_MoeForCausalLM": lambda folder: Ernie(
         folder, "Ernie4_5_Moe", "Ernie4_5_MoeForCausalLM",
