@@ -89,7 +89,7 @@ class WhisperEncoder(Encoder):
 
     def read(self, features: torch.Tensor) -> torch.Tensor:
         """[sources, channels, frames] → [sources * frames / 2, hidden_size]"""
-        hidden = self.conv2(self.conv1(features), stride=2)
+        hidden: torch.Tensor = self.conv2(self.conv1(features), stride=2)
         return hidden.transpose(1, 2).flatten(0, 1)
 
 
