@@ -11,7 +11,7 @@ from typing import Any
 import jiter
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jackfield.core.errors import ContextLengthExceeded, InvalidRequest
@@ -380,6 +380,7 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.text(max_size=4), JSON, max_size=4), st.booleans(), st.data())
 def test_arguments_that_break_off_are_what_the_client_makes_of_them(
     value: dict[str, Any], spaced: bool, data: st.DataObject
