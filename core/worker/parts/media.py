@@ -34,14 +34,13 @@ class MediaStart(PartStart):
         width = (1 + self._encoder.num_levels) * start.model_config.hidden_size
         rows = start.config.max_num_batched_tokens
         assert rows is not None
-        media = start.model_config.media
-        assert media is not None, "the part is on by it"
-        self._whole_spans = media.whole_spans
-        if media.whole_spans:
+        media = start.model_config.media  # None: prompts are embeddings, of a text model.
+        self._whole_spans = media is not None and media.whole_spans
+        if self._whole_spans:
             _check_span_options(start.config)
         self.needs = PartNeeds(
             nbytes=rows * width * start.model_config.dtype.itemsize,
-            refuses=_span_refusal if media.whole_spans else None,
+            refuses=_span_refusal if self._whole_spans else None,
         )
 
     def make(self, site: PartSite) -> Media:
