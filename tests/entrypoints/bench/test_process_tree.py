@@ -13,10 +13,15 @@ import os, subprocess, time
 from jackfield.entrypoints.bench import process_tree
 from jackfield.entrypoints.bench.process_tree import adopt_orphans, descendants, end_descendants
 
+def words_of(pid):
+    try:
+        return open(f"/proc/{pid}/cmdline").read().split("\\0")[:-1]
+    except OSError:  # It has just ended.
+        return []
+
 def running():
     pids = descendants([os.getpid()]) - {os.getpid()}
-    commands = [open(f"/proc/{pid}/cmdline").read().split("\\0")[:-1] for pid in pids]
-    return sorted(" ".join(words) for words in commands if words[0] == "sleep")
+    return sorted(" ".join(words) for words in map(words_of, pids) if words[:1] == ["sleep"])
 
 def until(commands):
     for _ in range(3000):
@@ -26,7 +31,8 @@ def until(commands):
     raise SystemExit(f"these run: {running()}")
 
 def shell(text):
-    return subprocess.Popen(["sh", "-c", text])
+    nothing = subprocess.DEVNULL  # Else what stays when this fails would keep our pipe open.
+    return subprocess.Popen(["sh", "-c", text], stdout=nothing, stderr=nothing)
 
 process_tree.GRACE_SECONDS = 0.2
 adopt_orphans()
