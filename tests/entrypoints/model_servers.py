@@ -25,7 +25,7 @@ class Stored:
     def __init__(self, folder: Path) -> None:
         self.files = {
             str(path.relative_to(folder)): path.read_bytes()
-            for path in sorted(folder.rglob("*"))
+            for path in sorted(folder.iterdir())
             if path.is_file()
         }
         self.requests: list[tuple[str, str, str]] = []

@@ -20,7 +20,7 @@ from aiohttp.test_utils import make_mocked_request
 from serving import Server, engine_config, running, save_random
 
 from jackfield.core.errors import BodyTooLarge, InvalidRequest, JackfieldError
-from jackfield.entrypoints.batch import forms
+from jackfield.entrypoints.http import forms
 from jackfield.entrypoints.http.forms import FormReader
 from jackfield.entrypoints.http.options import BatchOptions, ServerOptions
 

@@ -71,7 +71,8 @@ def test_a_window_that_no_sequence_outgrows_is_none():
 def test_layers_of_other_sizes_keep_everything():
     """A block has the same bytes in every group, so that one pool serves them all."""
     mixed = layers(24, heads=1) + layers(None, heads=4)
-    assert form_groups(mixed, max_model_len=99, block_size=16) == (CacheGroup((0, 1), None),)
+    whole = CacheGroup((0, 1), None, inner_reaches=(Reach(24),))
+    assert form_groups(mixed, max_model_len=99, block_size=16) == (whole,)
     windows = layers(24, heads=1) + layers(24, heads=4)
     assert form_groups(windows, max_model_len=99, block_size=16) == (CacheGroup((0, 1), Reach(24)),)
 

@@ -61,11 +61,6 @@ async def test_a_backend_of_latents_is_chosen(folder: Path) -> None:
         ({"attention_backend": "flashinfer"}, "attention_backend", "no latent attention backend"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype", "caches latents"),
         ({"calculate_kv_scales": True}, "calculate_kv_scales", "caches latents"),
-        (
-            {"kv_compression": "key_norm", "enable_prefix_caching": False},
-            "kv_compression",
-            "caches latents",
-        ),
     ],
 )
 async def test_what_latents_do_not_allow_is_refused_by_name(
