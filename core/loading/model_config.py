@@ -5,6 +5,7 @@ A checkpoint's code is never imported: `auto_map` is ignored.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from ..protocols.audio import AudioSource
     from .pooling_config import PoolingConfig
 
-EMBEDDED_MODEL = Path(__file__).resolve().parents[2] / "plugins" / "models" / "embedded"
+MODELS = Path(__file__).resolve().parents[2] / "plugins" / "models"
+EMBEDDED_MODEL = MODELS / "embedded"
+"""What an engine serves that is given no model."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COMMON = (SHARED.keys() | SOMETIMES | ALIASES) - {"head_dim"}
 """Fields that code for many families reads, whether or not a family has them. Models of
@@ -175,7 +178,8 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
 def checkpoint_folder(
     model: str, revision: str | None = None, download_dir: str | None = None
 ) -> Path:
-    """Return the folder of a path, a hub name, which is fetched, or the embedded model (empty)."""
+    """Return the folder of a path, of a model that ships with Jackfield by its name there, of a hub
+    name, which is fetched, or of the embedded model (empty)."""
     if not model:
         if not (EMBEDDED_MODEL / "config.json").is_file():
             raise LoadError("the embedded model is missing from this installation", param="model")
@@ -188,6 +192,10 @@ def checkpoint_folder(
             f"model: {model!r} is a file; name the folder with config.json and the weights",
             param="model",
         )
+    if re.fullmatch("[a-z-]+", model):
+        own = MODELS / model.replace("-", "_")
+        if (own / "config.json").is_file():
+            return own
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointNotFound(
             f"model: {model!r} is neither a folder here nor a hub name (owner/name)",

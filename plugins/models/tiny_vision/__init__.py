@@ -1,0 +1,1 @@
+"""Configuration, tokenizer and weights of the embedded model of pictures."""
