@@ -67,7 +67,7 @@ OF_VLLM = """
 
 
 def refusal_of(architecture: str) -> ConfigError:
-    model_config = cast(Any, SimpleNamespace(architecture=architecture, hf_config=None))
+    model_config = cast(Any, SimpleNamespace(architecture=architecture, hf_config=None, media=None))
     with pytest.raises(ConfigError) as caught:
         build_model(load_plugins(), EngineConfig(), model_config, torch.device("cpu"), Operations())
     return caught.value
