@@ -18,8 +18,9 @@ from transformers.models.auto.modeling_auto import (
 
 from jackfield import EngineConfig
 from jackfield.core.errors import ConfigError
-from jackfield.core.loading.build import build_model
+from jackfield.core.loading.build import load_model
 from jackfield.core.nn.operations import Operations
+from jackfield.core.parallel.ranks import ONE_RANK
 from jackfield.core.registry import Registry, load_plugins
 from jackfield.plugins.models import ARCHITECTURES, SAME
 from jackfield.plugins.models.refused import ELSEWHERE, REFUSED
@@ -67,9 +68,12 @@ OF_VLLM = """
 
 
 def refusal_of(architecture: str) -> ConfigError:
-    model_config = cast(Any, SimpleNamespace(architecture=architecture, hf_config=None, media=None))
+    model_config = cast(Any, SimpleNamespace(architecture=architecture, hf_config=None))
     with pytest.raises(ConfigError) as caught:
-        build_model(load_plugins(), EngineConfig(), model_config, torch.device("cpu"), Operations())
+        load_model(
+            load_plugins(), EngineConfig(), model_config, torch.device("cpu"), Operations(),
+            ONE_RANK, None,
+        )  # fmt: skip
     return caught.value
 
 
