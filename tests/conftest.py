@@ -22,7 +22,8 @@ from interpreter import quicken
 # httpx's default of 5 s is too short for a busy machine; only a hang should fail.
 _timeout = httpx.post.__kwdefaults__["timeout"]  # One object, shared by all of httpx's defaults.
 _timeout.connect = _timeout.read = _timeout.write = _timeout.pool = 300.0
-_create_context = ssl.create_default_context
+# This file may be imported twice.
+_create_context = getattr(ssl.create_default_context, "__wrapped__", ssl.create_default_context)
 
 
 @functools.cache
@@ -38,6 +39,7 @@ def _shared_context(*arguments: Any, **options: Any) -> ssl.SSLContext:
     return _create_context(*arguments, **options)
 
 
+_shared_context.__wrapped__ = _create_context  # type: ignore[attr-defined]
 ssl.create_default_context = _shared_context
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

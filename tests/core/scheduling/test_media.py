@@ -159,6 +159,7 @@ class SpanMachine(MediaMachine):
 MACHINES = (MediaMachine, MediaConnectorMachine, MediaDraftMachine, SpanMachine)
 
 
+@pytest.mark.slow  # Rarely, somebody never finishes: not understood yet.
 @pytest.mark.parametrize("machine", MACHINES)
 def test_random_steps(machine: type[PriorityMachine]) -> None:
     encoded = parts = 0
