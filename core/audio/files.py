@@ -30,7 +30,7 @@ class AudioFile:
     at once; everything may take long."""
 
     def __init__(self, data: bytes, sampling_rate: int, field: str = "file") -> None:
-        """Raises InvalidRequest for what is no recording."""
+        """Raises InvalidRequest for data that is not a recording."""
         self._field, self.sampling_rate = field, sampling_rate
         try:
             self._decoder = _decoder(data, field)

@@ -183,11 +183,11 @@ class Admission:
         else:
             decoder_prompt = {k: value for k, value in given.items() if k != "multi_modal_data"}
             decoder_prompt = decoder_prompt or None
-        made = await asyncio.to_thread(make_source, audio, given.get("multi_modal_data"))
+        recording = await asyncio.to_thread(make_source, audio, given.get("multi_modal_data"))
         begin = [source.decoder_start_token_id]
         if source.forced_bos_token_id is not None:
             begin.append(source.forced_bos_token_id)
-        prepared = PreparedPrompt(None, begin, source=made)
+        prepared = PreparedPrompt(None, begin, source=recording)
         return await self._with_decoder_prompt(prepared, decoder_prompt, source, field)
 
     async def _with_decoder_prompt(
