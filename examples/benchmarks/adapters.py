@@ -84,6 +84,7 @@ class Engine:
                 "enable_lora": True, "max_loras": args.max_loras, "max_lora_rank": args.rank,
                 "max_cpu_loras": max(args.max_loras, args.zipf, args.cold),
             }  # fmt: skip
+        options |= args.options
         if args.engine == "vllm":
             import vllm
             from vllm.lora.request import LoRARequest
@@ -139,6 +140,9 @@ def main() -> None:
     parser.add_argument("--cold", type=int, default=0, metavar="N",
                         help="first tokens of N adapters in turn, beside those of one")  # fmt: skip
     parser.add_argument("--base", action="store_true", help="measure without adapters, too")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, metavar="JSON", help="more engine options"
+    )
     add_output_options(parser)
     args = parser.parse_args()
     emitter = Emitter(args.output, environment("cuda"))
