@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -49,6 +49,13 @@ class Family(NamedTuple):
     """What a prompt has for a picture."""
     reference: Callable[[Path], Any]
     """Folder → the processor of `transformers`."""
+    names: Mapping[str, str] = {}
+    """Names by which the tokenizer knows special tokens."""
+
+
+def own(name: str, **options: Any) -> Callable[[Path], Any]:
+    """Return what `Family.reference` is, of a processor of `transformers` that can be made here."""
+    return lambda folder: getattr(transformers, name)(*parts_of(folder), **options)
 
 
 def parts_of(folder: Path) -> tuple[Any, Any]:
@@ -138,6 +145,44 @@ TILED: dict[str, Any] = {
     "image_token_id": 300, "scale_factor": 2, "pad_token_id": 0,
 }  # fmt: skip
 TILED_OPTIONS = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+WINDOWS = {
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+QWEN3_OPTIONS = {"min_pixels": 32 * 32, "max_pixels": 32 * 32 * 12, "patch_size": 16}
+GLM4V = Family(
+    {
+        "text_config": {
+            **TEXT,
+            "rope_parameters": {
+                **MROPE,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [1, 1, 2],
+            },
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 4,
+            "out_hidden_size": 64,
+            "image_size": 112,
+        },
+        "image_token_id": 300,
+        "image_start_token_id": 301,
+        "image_end_token_id": 302,
+        "video_token_id": 303,
+        "video_start_token_id": 304,
+        "video_end_token_id": 305,
+        "tie_word_embeddings": False,
+    },
+    "Glm4vImageProcessorPil",
+    {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 24}},
+    ("<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>"),
+    "<|begin_of_image|><|image|><|end_of_image|>",
+    by_replacing("Glm4vProcessor", "glm4v", image_token="<|image|>"),
+)
 FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": Family(
         {
@@ -196,6 +241,101 @@ FAMILIES: dict[str, Family] = {
         {"min_pixels": 32 * 32, "max_pixels": 32 * 32 * 12, "patch_size": 16},
         QWEN_TOKENS, QWEN_WRITTEN,
         by_replacing("Qwen3VLProcessor", "qwen3_vl", image_token="<|image_pad|>"),
+    ),
+    **dict.fromkeys(
+        ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+        Family(
+            {
+                "text_config": {
+                    **TEXT, "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2,
+                    "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+                    "linear_value_head_dim": 16, "rope_parameters": {
+                        **MROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
+                        "mrope_interleaved": True,
+                    },
+                    **EXPERTS, "shared_expert_intermediate_size": 32,
+                },
+                "vision_config": {
+                    "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4,
+                    "out_hidden_size": 64, "num_position_embeddings": 64, "patch_size": 16,
+                    "initializer_range": 0.2,
+                },
+                "tie_word_embeddings": False, **QWEN_IDS,
+            },
+            "Qwen2VLImageProcessorPil", QWEN3_OPTIONS, QWEN_TOKENS, QWEN_WRITTEN,
+            by_replacing("Qwen3VLProcessor", "qwen3_vl", image_token="<|image_pad|>"),
+        ),
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        {
+            "text_config": {
+                **TEXT, **EXPERTS, "rope_parameters": {
+                    **MROPE, "mrope_section": [3, 3, 2], "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {
+                "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4,
+                "out_hidden_size": 64, "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0, 1], "patch_size": 16,
+            },
+            **QWEN_IDS,
+        },
+        "Qwen2VLImageProcessorPil", QWEN3_OPTIONS, QWEN_TOKENS, QWEN_WRITTEN,
+        by_replacing("Qwen3VLProcessor", "qwen3_vl", image_token="<|image_pad|>"),
+    ),
+    "Glm4vForConditionalGeneration": GLM4V,
+    "Glm4vMoeForConditionalGeneration": GLM4V._replace(
+        config=GLM4V.config | {
+            "text_config": {
+                **GLM4V.config["text_config"], **EXPERTS, "n_routed_experts": 4,
+                "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+            },
+        }
+    ),
+    "LlavaNextForConditionalGeneration": Family(
+        {
+            "text_config": {**TEXT, "model_type": "mistral"},
+            "vision_config": {**TOWER, "model_type": "clip_vision_model", "projection_dim": 32},
+            "image_token_id": 300, "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]],
+        },
+        "LlavaNextImageProcessorPil",
+        {
+            "size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32},
+            "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]],
+        },
+        ("<image>",), "<image>",
+        own(
+            "LlavaNextProcessor", patch_size=8, vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        ),
+    ),
+    "AyaVisionForConditionalGeneration": Family(
+        {
+            "text_config": {**TEXT, **WINDOWS, "model_type": "cohere2"},
+            "vision_config": {**TOWER, "model_type": "siglip_vision_model"},
+            "image_token_index": 301, "downsample_factor": 2,
+        },
+        "GotOcr2ImageProcessorPil",
+        {"size": {"height": 32, "width": 32}, "min_patches": 1, "max_patches": 4},
+        (
+            "<image>", "<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL",
+            *(f"TILE_{number}" for number in range(1, 5)),
+        ),
+        "<image>", own("AyaVisionProcessor", patch_size=8, img_size=32, downsample_factor=2),
+    ),
+    "LightOnOcrForConditionalGeneration": Family(
+        {
+            "text_config": {**TEXT, "model_type": "qwen3"},
+            "vision_config": {**TOWER, "model_type": "pixtral", "image_size": 64, "head_dim": 8},
+            "image_token_id": 300, "spatial_merge_size": 2,
+        },
+        "PixtralImageProcessorPil", {"size": {"longest_edge": 64}, "patch_size": 16},
+        ("<|image_pad|>", "<|vision_pad|>", "<|vision_end|>"), "<|image_pad|>",
+        own("LightOnOcrProcessor", patch_size=8, spatial_merge_size=2),
+        {
+            "image_token": "<|image_pad|>", "image_break_token": "<|vision_pad|>",
+            "image_end_token": "<|vision_end|>",
+        },
     ),
     "Mistral3ForConditionalGeneration": Family(
         {
@@ -276,7 +416,9 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
-def tokenizer_with(specials: tuple[str, ...], template: str) -> PreTrainedTokenizerFast:
+def tokenizer_with(
+    specials: tuple[str, ...], template: str, names: Mapping[str, str] = {}
+) -> PreTrainedTokenizerFast:
     """One token per byte, and special tokens from 300 on."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     fill = [f"<unused{number}>" for number in range(300 - len(alphabet))]
@@ -286,7 +428,12 @@ def tokenizer_with(specials: tuple[str, ...], template: str) -> PreTrainedTokeni
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in specials])
     create: Any = PreTrainedTokenizerFast
-    made: PreTrainedTokenizerFast = create(tokenizer_object=backend, chat_template=template)
+    made: PreTrainedTokenizerFast = create(
+        tokenizer_object=backend,
+        chat_template=template,
+        extra_special_tokens=dict(names),
+        pad_token="<unused0>",
+    )
     return made
 
 
@@ -305,10 +452,11 @@ def save(architecture: str, folder: Path, **changes: Any) -> Any:
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
-    tokenizer_with(family.specials, TEMPLATE.replace("PICTURE", family.written)).save_pretrained(
-        folder
-    )
+    template = TEMPLATE.replace("PICTURE", family.written)
+    tokenizer_with(family.specials, template, family.names).save_pretrained(folder)
     getattr(transformers, family.processor)(**family.options).save_pretrained(folder)
+    if hasattr(processor := family.reference(folder), "save_pretrained"):
+        processor.save_pretrained(folder)
     return model
 
 

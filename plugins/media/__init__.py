@@ -6,8 +6,16 @@ from typing import Any
 
 from ...core.hooks import hookimpl
 
+DERIVED = (
+    "AyaVisionForConditionalGeneration", "LightOnOcrForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+)  # fmt: skip
+"""Those whose door is the processor of `transformers`; tests compare each with it."""
 MODELS = {
+    **dict.fromkeys(DERIVED, "derived:Derived"),
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
+    "Glm4vForConditionalGeneration": "qwen_vl:Qwen2VL",
+    "Glm4vMoeForConditionalGeneration": "qwen_vl:Qwen2VL",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3",
     "InternVLForConditionalGeneration": "internvl:InternVL",
     "LlavaForConditionalGeneration": "llava:Llava",
@@ -16,6 +24,9 @@ MODELS = {
     "Qwen2VLForConditionalGeneration": "qwen_vl:Qwen2VL",
     "Qwen2_5_VLForConditionalGeneration": "qwen_vl:Qwen2VL",
     "Qwen3VLForConditionalGeneration": "qwen_vl:Qwen3VL",
+    "Qwen3VLMoeForConditionalGeneration": "qwen_vl:Qwen3VL",
+    "Qwen3_5ForConditionalGeneration": "qwen_vl:Qwen2VL",
+    "Qwen3_5MoeForConditionalGeneration": "qwen_vl:Qwen2VL",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3",
 }
 """Architecture → module and class."""

@@ -1,0 +1,87 @@
+"""Families whose pictures go through `transformers` alone: its processor writes what stands for a
+picture, and its modules encode it."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...core.errors import ConfigError
+from ...core.protocols.media import MediaSetup, ProcessedMedia
+from .family import Pictures
+from .processor import ImageProcessor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@functools.cache
+def writer_class(model_type: str) -> Any:
+    """Return a type's processor class, for pictures alone: what reads video or audio may be missing
+    (it takes packages of its own). None if it does not say what stands for a picture."""
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    kind: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(model_type, ""), None)
+    if kind is None or getattr(kind, "is_dummy", False):
+        return None
+    base: Any = transformers.ProcessorMixin
+    if getattr(kind, "replace_image_token", None) is getattr(base, "replace_image_token", None):
+        return None
+    unchecked = {"check_argument_for_proper_class": lambda self, name, argument: None}
+    return type(kind.__name__, (kind,), unchecked)
+
+
+class DerivedProcessor(ImageProcessor):
+    def __init__(self, setup: MediaSetup) -> None:
+        if setup.tokenize is None:
+            raise ConfigError(
+                "skip_tokenizer_init: what stands for a picture of this model is text",
+                param="skip_tokenizer_init",
+            )
+        self._tokenize = setup.tokenize
+        super().__init__(setup)
+
+    def find_placeholder(self, setup: MediaSetup) -> int:
+        import transformers
+        from PIL import Image
+
+        create: Any = transformers.AutoTokenizer.from_pretrained  # Untyped.
+        made = {"image_processor": self.images, "tokenizer": create(setup.folder)}
+        kind = writer_class(setup.config.model_type)
+        fields, _ = kind.get_processor_dict(setup.folder)
+        names = kind.get_attributes()
+        try:
+            self._writer = kind.from_args_and_dict([made.get(name) for name in names], fields)
+            merged = self._writer._merge_kwargs(tokenizer_init_kwargs={}, return_tensors="pt")
+            self._options = merged["images_kwargs"]
+            self.image(Image.new("RGB", (64, 64)))
+        except Exception as error:
+            raise ConfigError(
+                f"model: {kind.__name__}, with what {setup.folder.name} says of it, cannot process "
+                f"a picture ({type(error).__name__}: {error})",
+                param="model",
+            ) from error
+        return self.token(self._writer.image_token)
+
+    def image(self, image: Image) -> ProcessedMedia:
+        made, [text] = self._writer._process_images([image], **self._options)
+        tokens = self._tokenize(text)
+        unused = self._writer.unused_input_names
+        return ProcessedMedia(
+            {name: np.asarray(value) for name, value in made.items() if name not in unused},
+            tokens,
+            [token == self.config.image_token_id for token in tokens],
+        )
+
+
+class Derived(Pictures):
+    processor_class = DerivedProcessor
+
+    @classmethod
+    def refusal(cls, setup: MediaSetup) -> str | None:
+        if writer_class(setup.config.model_type) is None:
+            return "the installed version of transformers does not say what stands for a picture"
+        return None
