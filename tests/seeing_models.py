@@ -115,7 +115,7 @@ def by_replacing(
             tokens = inputs["input_ids"]
             kinds = (tokens == ids(soft)).int()
             kept = {name: value for name, value in data.items() if name not in UNUSED}
-            if "image_grid_thw" in kept:
+            if "image_grid_thw" in kept or "image_position_ids" in kept:
                 kept["mm_token_type_ids"] = kinds
             if kind == "Gemma3":
                 kept["token_type_ids"] = kinds
@@ -126,7 +126,9 @@ def by_replacing(
     return reference
 
 
-UNUSED = ("num_patches", "rows", "cols", "batch_num_images", "num_crops")
+UNUSED = (
+    "num_patches", "rows", "cols", "batch_num_images", "num_crops", "num_soft_tokens_per_image",
+)  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 QWEN_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 QWEN_IDS = {
@@ -241,6 +243,32 @@ FAMILIES: dict[str, Family] = {
         {"min_pixels": 32 * 32, "max_pixels": 32 * 32 * 12, "patch_size": 16},
         QWEN_TOKENS, QWEN_WRITTEN,
         by_replacing("Qwen3VLProcessor", "qwen3_vl", image_token="<|image_pad|>"),
+    ),
+    "Gemma4ForConditionalGeneration": Family(
+        {
+            "text_config": {
+                **TEXT, **WINDOWS, "global_head_dim": 32, "num_hidden_layers": 4,
+                "layer_types": [*WINDOWS["layer_types"], "full_attention"],
+                "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+                "vocab_size_per_layer_input": 320, "use_bidirectional_attention": "vision",
+            },
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8,
+                "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 64,
+                "initializer_range": 0.2,
+            },
+            "audio_config": None, "tie_word_embeddings": False,
+            "boi_token_id": 301, "eoi_token_id": 302, "image_token_id": 300,
+            "video_token_id": 303, "audio_token_id": 304,
+        },
+        "Gemma4ImageProcessorPil",
+        {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+        ("<image_soft_token>", "<start_of_image>", "<end_of_image>"), "<image_soft_token>",
+        by_replacing(
+            "Gemma4Processor", "gemma4", image_token="<image_soft_token>",
+            boi_token="<start_of_image>", eoi_token="<end_of_image>",
+        ),
     ),
     **dict.fromkeys(
         ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),

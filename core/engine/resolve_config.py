@@ -202,7 +202,7 @@ def _check_prompt_embeds(config: EngineConfig, model_config: ModelConfig, model:
         reason = "its states are pooled"
     elif model_config.media is not None:
         reason = "it reads pictures, and embeddings do not go beside them yet; language_model_only"
-    elif not getattr(model, "takes_media", False):
+    elif not getattr(model, "takes_embeddings", False):
         reason = "it takes no embeddings in place of tokens"
     if reason is not None:
         raise ConfigError(
@@ -248,9 +248,9 @@ def resolve_media(
     if refusal is not None:
         return text_alone(refusal)
     check_exclusions([*active_capabilities(config), media_part.NAME])
-    return dataclasses.replace(
-        model_config, media=MediaConfig(architecture, modalities, media.whole_spans)
-    )
+    with registry.calling(architecture, "spans"):
+        spans = media.spans(setup)
+    return dataclasses.replace(model_config, media=MediaConfig(architecture, modalities, spans))
 
 
 def _sequences(value: Any) -> tuple[tuple[int, ...], ...]:

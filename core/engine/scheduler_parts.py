@@ -70,7 +70,7 @@ def scheduler_parts(
                 param="executor",
             )
         assert config.max_num_batched_tokens is not None
-        whole_spans = media_config is not None and media_config.whole_spans
+        whole_spans = media_config is not None and media_config.spans is not None
         parts.append(Media.maker(config.max_num_batched_tokens, whole_spans))
     check_exclusions(active_capabilities(config), excluded_by(plugins, config))
     for name, (part_class, setup) in active_parts(plugins, config).items():

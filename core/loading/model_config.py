@@ -16,6 +16,7 @@ import torch
 from ..config import EngineConfig
 from ..errors import CheckpointNotFound, ConfigError, LoadError, shown
 from ..protocols.field_kinds import LARGEST_SIZE, FieldKind, declared_fields
+from ..protocols.media import Spans
 from ..protocols.models import PlainConfig
 from ..registration.architecture import FALLBACK
 from ..registration.checkpoint_formats import AUTO, config_format
@@ -67,8 +68,8 @@ class MediaConfig:
     architecture: str
     """Of the whole checkpoint, by which its `protocols.MediaModel` is registered."""
     modalities: tuple[str, ...]
-    whole_spans: bool
-    """As `MediaModel` has it."""
+    spans: Spans | None
+    """As `MediaModel.spans` returns it."""
 
 
 @dataclass(frozen=True)

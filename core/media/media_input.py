@@ -51,7 +51,7 @@ class MediaInput:
         tokenizer: Tokenizer | None,
     ) -> None:
         self.modalities = media.modalities
-        self._whole_spans = media.whole_spans
+        self._whole_spans = media.spans is not None
         self._most_tokens = config.max_num_batched_tokens
         self._limits = {each: config.media_limit(each) for each in media.modalities}
         self._plugins, self._name = plugins, media.architecture

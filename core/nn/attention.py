@@ -93,7 +93,7 @@ class Attention(nn.Module):
         positions, cos_sin = context.rotation(rotary) if rotary else (context.positions, None)
         norms = (query_norm.norm if query_norm else None, key_norm.norm if key_norm else None)
         # A backend's own plan turns by positions in the sequence.
-        plain = positions is context.positions and not context.spans
+        plain = positions is context.positions and not context.spans(self.spec)
         out = self._project(qkv, cos_sin, *norms, context) if plain else None
         if out is not None:
             return out.reshape(out.shape[0], -1)
@@ -172,11 +172,11 @@ class Attention(nn.Module):
         learned = {"sinks": sinks, "distance_bias": distance_bias}
         given = {name: values for name, values in learned.items() if values is not None}
         out = backend.forward(self.spec, query, key, value, kv_cache, metadata, **given)
-        if context.spans:
+        if spans := context.spans(self.spec):
             media = context.media
             assert media is not None, "it has spans"
             attend_in_spans(
-                media.spans, self.spec, query, kv_cache, layout.block_table, media.block_size, out
+                spans, self.spec, query, kv_cache, layout.block_table, media.block_size, out
             )
         return out.reshape(out.shape[0], -1)
 

@@ -14,10 +14,11 @@ from ..parallel.expert_share import ExpertShare
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import even_slice
 from ..parts import encoder_decoder, kv_compression, media, speculation
-from ..protocols.attention import AttentionBackend, PagedBackend
+from ..protocols.attention import AttentionBackend, AttentionSpec, PagedBackend
 from .media import MediaContext
 from .operations import Operations
 from .ragged import RaggedRows
+from .spans import Span
 from .state.rows import StateRows
 
 if TYPE_CHECKING:
@@ -284,10 +285,9 @@ class ForwardContext:
         """Set for a model whose prompts may have media."""
         return self.parts.get(media.NAME)
 
-    @property
-    def spans(self) -> bool:
-        """Whether the step has tokens that see each other in both directions."""
-        return self.media is not None and bool(self.media.spans)
+    def spans(self, spec: AttentionSpec) -> Sequence[Span]:
+        """Return the step's tokens that see each other in both directions in such a layer."""
+        return () if self.media is None else self.media.spans_of(spec)
 
     def rotation(self, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
         """Return by which positions heads turn, [num_tokens], and the table that they index."""

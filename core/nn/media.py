@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..protocols.attention import AttentionSpec
 from ..protocols.media import RopeSections
 from .spans import Span
 
@@ -63,6 +64,18 @@ class MediaContext(NamedTuple):
     spans: Sequence[Span] = ()
     """Tokens that see each other in both directions."""
     block_size: int = 0
+    windowed: bool = False
+    """They do so in layers with a sliding window alone."""
+
+    def spans_of(self, spec: AttentionSpec) -> Sequence[Span]:
+        """Return the spans of a layer."""
+        return () if self.windowed and spec.sliding_window is None else self.spans
+
+    def identified(self, input_ids: torch.Tensor, token_id: int) -> torch.Tensor:
+        """Put a token's id in the place of those of tokens that have rows."""
+        if self.rows is None:
+            return input_ids
+        return input_ids.index_fill(0, self.rows.tokens, token_id)
 
     def embedded(self, hidden: torch.Tensor) -> torch.Tensor:
         """Put rows in the place of embeddings: [T, hidden_size] → the same shape."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,14 +89,24 @@ class MediaEncoder(Protocol):
         position of later ones. Only with `rope`."""
 
 
+class Spans(enum.Enum):
+    """Layers in which the tokens of an item see each other in both directions."""
+
+    ALL = "all"
+    WINDOWED = "windowed"
+    """Those with a sliding window."""
+
+
 class MediaModel(Protocol):
     """How a multimodal architecture takes media beside text. Its text part is served as another
     architecture (`Registry.add_text_part`)."""
 
     modalities: ClassVar[tuple[str, ...]]
     """Of items: "image"."""
-    whole_spans: ClassVar[bool]
-    """Tokens of an item see each other in both directions."""
+
+    @classmethod
+    def spans(cls, setup: MediaSetup) -> Spans | None:
+        """Return in which layers the tokens of an item see each other in both directions."""
 
     @classmethod
     def refusal(cls, setup: MediaSetup) -> str | None:

@@ -71,7 +71,7 @@ CONTRACTS = {
     ),
     "weight_loader": Contract("protocols.WeightLoader", ("load",)),
     "media_model": Contract(
-        "protocols.MediaModel", ("modalities", "whole_spans", "refusal", "processor", "encoder")
+        "protocols.MediaModel", ("modalities", "spans", "refusal", "processor", "encoder")
     ),
     "adapter_format": Contract("protocols.AdapterFormat", ("is_at", "read")),
     "adapter_resolver": Contract("protocols.AdapterResolver", ("resolve",)),

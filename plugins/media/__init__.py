@@ -14,6 +14,7 @@ DERIVED = (
 MODELS = {
     **dict.fromkeys(DERIVED, "derived:Derived"),
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
+    "Gemma4ForConditionalGeneration": "gemma4:Gemma4",
     "Glm4vForConditionalGeneration": "qwen_vl:Qwen2VL",
     "Glm4vMoeForConditionalGeneration": "qwen_vl:Qwen2VL",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ...core.nn.context import BuildContext
-from ...core.protocols.media import MediaEncoder, MediaProcessor, MediaSetup
+from ...core.protocols.media import MediaEncoder, MediaProcessor, MediaSetup, Spans
 from .encoder import TransformersEncoder
 from .processor import ImageProcessor
 
@@ -14,12 +14,15 @@ class Pictures:
     """A family that takes pictures. It sets two classes, and may refuse checkpoints."""
 
     modalities: ClassVar[tuple[str, ...]] = ("image",)
-    whole_spans: ClassVar[bool] = False
     processor_class: ClassVar[type[ImageProcessor]]
     encoder_class: ClassVar[type[TransformersEncoder]] = TransformersEncoder
 
     @classmethod
     def refusal(cls, setup: MediaSetup) -> str | None:
+        return None
+
+    @classmethod
+    def spans(cls, setup: MediaSetup) -> Spans | None:
         return None
 
     @classmethod

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ...core.protocols.media import MediaSetup, ProcessedMedia
+from ...core.protocols.media import MediaSetup, ProcessedMedia, Spans
 from .family import Pictures
 from .processor import ImageProcessor
 
@@ -28,4 +28,7 @@ class Gemma3Processor(ImageProcessor):
 
 class Gemma3(Pictures):
     processor_class = Gemma3Processor
-    whole_spans = True
+
+    @classmethod
+    def spans(cls, setup: MediaSetup) -> Spans:
+        return Spans.ALL

@@ -60,6 +60,10 @@ def _divides(block: nn.Module) -> bool:
     return type(block.self_attn).forward is SelfAttention.forward
 
 
+FORWARD_FACTS = ("pipeline_parallel", "taps", "takes_media", "takes_embeddings")
+"""What a decoder's own `forward` may leave undone."""
+
+
 class Decoder(nn.Module):
     """Everything between token ids and the last norm. A family may define its own blocks."""
 
@@ -70,11 +74,16 @@ class Decoder(nn.Module):
     taps: ClassVar[bool] = True
     """Whether `forward` keeps the layers' inputs that are asked for (`ForwardContext.taps`); as
     `pipeline_parallel`."""
+    takes_media: ClassVar[bool] = True
+    """Whether `forward` puts rows of an encoder in the place of embeddings; as
+    `pipeline_parallel`."""
+    takes_embeddings: ClassVar[bool] = True
+    """Whether it puts a request's embeddings there; as `pipeline_parallel`."""
     unfinished: bool = False
     """Whether `forward` leaves what follows the last layer's attention to `finish`."""
 
     def __init_subclass__(cls) -> None:
-        for fact in ("pipeline_parallel", "taps") if "forward" in vars(cls) else ():
+        for fact in FORWARD_FACTS if "forward" in vars(cls) else ():
             if fact not in vars(cls):
                 setattr(cls, fact, False)
 
@@ -253,13 +262,14 @@ class HeadlessLM(nn.Module):
     """Fields that no model of this family's in `transformers` reads, if a file has them."""
 
     takes_media: ClassVar[bool] = True
-    """Whether rows of an encoder may stand in the place of embeddings."""
+    """Whether rows of an encoder may stand in the place of embeddings, likewise."""
+    takes_embeddings: ClassVar[bool] = True
+    """Whether a request's embeddings may, likewise."""
 
     def __init_subclass__(cls) -> None:
         plain = cls.forward is HeadlessLM.forward
-        cls.pipeline_parallel = plain and cls.decoder.pipeline_parallel
-        cls.taps = plain and cls.decoder.taps
-        cls.takes_media = plain and cls.decoder.forward is Decoder.forward
+        for fact in FORWARD_FACTS:
+            setattr(cls, fact, plain and getattr(cls.decoder, fact))
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()

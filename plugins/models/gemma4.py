@@ -217,13 +217,14 @@ class Gemma4Block(NormedBlock):
 class Gemma4Decoder(GemmaDecoder):
     block = Gemma4Block
     pipeline_parallel = True
+    takes_media = True
 
     def __init__(self, parts: BlockParts) -> None:
         super().__init__(parts)
         config, build = parts.config, parts.build
         hf, pipeline = config.hf_config, build.ranks.pipeline
         check_stages(hf, pipeline)
-        self.last = pipeline.last
+        self.last, self.padding_id = pipeline.last, int(hf.pad_token_id or 0)
         self.num_streams, self.input_size = self.count_streams(hf), input_size(hf)
         self.states_size = self.num_streams * hf.hidden_size
         self.per_layer_inputs: Any = None
@@ -273,7 +274,13 @@ class Gemma4Decoder(GemmaDecoder):
         """
         incoming, inputs = context.incoming, None
         if incoming is None:
+            media = context.media
+            if media is not None:
+                # A layer's input for a token of an item is that of the padding token.
+                input_ids = media.identified(input_ids, self.padding_id)
             hidden = self.embed(input_ids, context.positions)
+            if media is not None:
+                hidden = media.embedded(hidden)
             if self.input_size:
                 inputs = self.per_layer_inputs(input_ids, hidden)
             return self.enter(hidden), inputs

@@ -15,6 +15,7 @@ from ...nn.media import MediaContext, MediaRows, RopePositions
 from ...nn.spans import Span
 from ...parts.media import NAME, PROMPT_EMBEDS, EncodeMedia, MediaPlan, PlacedItem, SlotMedia
 from ...protocols.attention import PagedBackend
+from ...protocols.media import Spans
 from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
 from ..batch import PersistentBatch, StepInputs
 from ..launched_step import LaunchedStep
@@ -35,19 +36,19 @@ class MediaStart(PartStart):
         rows = start.config.max_num_batched_tokens
         assert rows is not None
         media = start.model_config.media  # None: prompts are embeddings, of a text model.
-        self._whole_spans = media is not None and media.whole_spans
-        if self._whole_spans:
+        self._spans = None if media is None else media.spans
+        if self._spans is not None:
             _check_span_options(start.config)
         self.needs = PartNeeds(
             nbytes=rows * width * start.model_config.dtype.itemsize,
-            refuses=_span_refusal if self._whole_spans else None,
+            refuses=None if self._spans is None else _span_refusal,
         )
 
     def make(self, site: PartSite) -> Media:
         config = self._start.model_config
         return Media(
             self._encoder, site.batch, config.hidden_size, config.dtype,
-            whole_spans=self._whole_spans,
+            spans=self._spans,
         )  # fmt: skip
 
 
@@ -107,7 +108,7 @@ class Media(WorkerPart):
         hidden_size: int,
         dtype: torch.dtype,
         *,
-        whole_spans: bool,
+        spans: Spans | None,
     ) -> None:
         self._encoder = encoder
         self._batch = batch
@@ -118,7 +119,7 @@ class Media(WorkerPart):
         self._failures: dict[str, str] = {}
         """Digest → why it could not be encoded."""
         self._slots: dict[int, _Slot] = {}
-        self._whole_spans = whole_spans
+        self._kind = spans
         self._spans: list[Span] = []
         self._rows: MediaRows | None = None
         self._axes: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -250,7 +251,7 @@ class Media(WorkerPart):
             if start < stop:
                 tokens.append(np.arange(first + start - begin, first + stop - begin))
                 skipped = at + start - item.start - offset
-                if self._whole_spans:
+                if self._kind is not None:
                     span_end = item.start + offset + count
                     assert stop == span_end, "the tokens of a span are computed together"
                     self._spans.append(Span(row, first + start - begin, start, span_end))
@@ -261,7 +262,10 @@ class Media(WorkerPart):
         rope = None
         if self._deltas is not None:
             rope = RopePositions(self._positions(inputs), self._encoder.rope)
-        return MediaContext(self._rows, rope, tuple(self._spans), self._batch.block_size)
+        windowed = self._kind is Spans.WINDOWED
+        return MediaContext(
+            self._rows, rope, tuple(self._spans), self._batch.block_size, windowed=windowed
+        )
 
     def _positions(self, inputs: StepInputs) -> torch.Tensor:
         """Return the positions by which tokens turn, [T] or [3, T]."""
