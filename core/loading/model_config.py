@@ -111,6 +111,13 @@ class ModelConfig:
     """Why prompts may have no media, though the checkpoint has an encoder, in one clause."""
 
     @property
+    def input_modalities(self) -> tuple[str, ...]:
+        """What requests may have: text, and items of media; audio alone for a model of speech."""
+        if self.source is not None and self.source.audio is not None:
+            return ("audio",)
+        return ("text", *(() if self.media is None else self.media.modalities))
+
+    @property
     def num_layers(self) -> int:
         return int(self.hf_config.num_hidden_layers)
 

@@ -107,8 +107,7 @@ def capabilities(engine: AsyncEngine) -> list[str]:
         return ["embedding"] if "embed" in engine.supported_tasks else []
     config = engine.config
     kinds = {"tools": config.tool_call_parser, "thinking": config.reasoning_parser}
-    media = engine.model_config.media
-    vision = ["vision"] if media is not None and "image" in media.modalities else []
+    vision = ["vision"] if "image" in engine.model_config.input_modalities else []
     return ["completion", *vision, *(name for name, parser in kinds.items() if parser is not None)]
 
 

@@ -62,6 +62,7 @@ def _card(request: web.Request, name: str) -> dict[str, Any]:
         "root": engine.config.model or engine.served_model_names[0],
         "parent": None,
         "max_model_len": engine.model_config.max_model_len,
+        "input_modalities": engine.model_config.input_modalities,
     }
 
 

@@ -14,7 +14,8 @@ from ..openai.common.openapi import internal
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "img-src data:; media-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -27,8 +28,13 @@ TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 PLAYGROUND = {
     "/": "index.html",
     "/playground/playground.css": "playground.css",
+    "/playground/attachments.js": "attachments.js",
+    "/playground/base.js": "base.js",
+    "/playground/conversations.js": "conversations.js",
+    "/playground/engine.js": "engine.js",
     "/playground/markdown.js": "markdown.js",
     "/playground/playground.js": "playground.js",
+    "/playground/server.js": "server.js",
 }
 TRY = {
     "/docs/try": "try.html",

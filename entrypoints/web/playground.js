@@ -1,11 +1,14 @@
 // The playground: a chat over the server's own HTTP API. What a model says becomes text nodes and
 // the elements of markdown.js, never HTML.
 
+import { Attachments, Microphone, drawPart, fileOf } from "./attachments.js";
+import { $, duration, element, inBrowser, inTab, plural } from "./base.js";
+import { conversation, conversations, forget, keepConversation } from "./conversations.js";
+import { look, showTerminal, watch } from "./engine.js";
 import { Markdown } from "./markdown.js";
+import { Refused, call, events, refusal } from "./server.js";
 
-const $ = (id) => document.getElementById(id);
 const NARROW = matchMedia("(max-width: 60rem)");
-const WINDOW = 60_000; // Milliseconds that the plots show.
 const EXAMPLE = `[{
   "type": "function",
   "function": {
@@ -28,78 +31,20 @@ class Wrong extends Error {
   }
 }
 
-/** An error body of the server, or a connection that broke. */
-class Refused extends Error {
-  constructor(message, { status, type, param } = {}) {
-    super(message);
-    this.status = status;
-    this.facts = [status && `HTTP ${status}`, type, param && `field ${param}`].filter(Boolean);
+// ---------------------------------------------------------------- the models
+
+let models = new Map(); // Name → card.
+
+const takes = () => models.get($("model").value)?.input_modalities ?? ["text"];
+
+/** Another model, which may take other things than text. */
+function chosen() {
+  $("asked").textContent = $("model").value;
+  attached.takes = takes();
+  for (const [id, kinds] of [["attach", ["image", "audio"]], ["speak", ["audio"]]]) {
+    $(id).hidden = !kinds.some((kind) => attached.takes.includes(kind));
   }
-}
-
-function element(tag, properties = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(properties)) {
-    if (name in made) made[name] = value;
-    else made.setAttribute(name, value);
-  }
-  made.append(...children);
-  return made;
-}
-
-function stored(area, name, value) {
-  try {
-    if (value === undefined) return area().getItem(name) ?? "";
-    if (value) area().setItem(name, value);
-    else area().removeItem(name);
-  } catch {
-    // A browser that keeps nothing: the page works, and forgets.
-  }
-  return "";
-}
-const inTab = (name, value) => stored(() => sessionStorage, `jackfield.${name}`, value);
-const inBrowser = (name, value) => stored(() => localStorage, `jackfield.${name}`, value);
-
-const duration = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`);
-const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
-
-// ---------------------------------------------------------------- the server
-
-function call(path, options = {}) {
-  const key = $("key").value.trim();
-  const headers = key ? { ...options.headers, Authorization: `Bearer ${key}` } : options.headers;
-  return fetch(path, { ...options, headers, cache: "no-store" });
-}
-
-async function refusal(response) {
-  const text = await response.text();
-  let error = {};
-  try {
-    error = JSON.parse(text).error ?? {};
-  } catch {
-    // A proxy's page, not the server's body.
-  }
-  const message = error.message ?? (text.slice(0, 300) || response.statusText);
-  return new Refused(message, { ...error, status: response.status });
-}
-
-/** The JSON of each server-sent event, until [DONE]. */
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let pending = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) throw new Refused("The connection ended in the middle of the answer.");
-    const parts = (pending + value).split("\n\n");
-    pending = parts.pop();
-    for (const part of parts) {
-      const data = part.replace(/^data: /, "");
-      if (data === "[DONE]") return;
-      const event = JSON.parse(data);
-      if (event.error) throw new Refused(event.error.message, event.error);
-      yield event;
-    }
-  }
+  $("file").accept = attached.takes.map((kind) => `${kind}/*`).join();
 }
 
 async function loadModels() {
@@ -109,12 +54,13 @@ async function loadModels() {
     if (!response.ok) throw await refusal(response);
     const cards = (await response.json()).data;
     const before = select.value;
+    models = new Map(cards.map((card) => [card.id, card]));
     select.replaceChildren(...cards.map((card) => element("option", {
       value: card.id, textContent: card.id, title: `context: ${plural(card.max_model_len, "token")}`,
     })));
     select.disabled = false;
     if (cards.some((card) => card.id === before)) select.value = before;
-    $("asked").textContent = select.value;
+    chosen();
     needKey(false);
     status("");
   } catch (error) {
@@ -204,8 +150,9 @@ function checked() {
 // ---------------------------------------------------------------- the conversation
 
 const messages = [];
+let kept = null; // {id, title} of this conversation in the browser.
 const beside = new WeakMap(); // Message of a model → what is shown and not sent.
-let running = null; // The AbortController of the answer that is being written.
+let running = null; // {answer, control: its AbortController} while one is written.
 let waiting = null; // The calls whose results the user may give.
 
 const status = (text) => { $("status").textContent = text; };
@@ -260,6 +207,10 @@ class Answer {
 
   /** An event that came at `now`. */
   take(event, now) {
+    if (event.type) {
+      this.heard(event, now);
+      return;
+    }
     if (event.choices.length) {
       this.first ??= now;
       this.last = now;
@@ -274,6 +225,13 @@ class Answer {
       for (const piece of delta.tool_calls ?? []) this.called(piece);
       this.reason = reason ?? this.reason;
     }
+  }
+
+  /** An event of a transcription. */
+  heard({ delta }, now) {
+    this.first ??= now;
+    this.last = now;
+    if (delta) this.write(delta, now);
   }
 
   add(...parts) {
@@ -344,13 +302,13 @@ class Answer {
   }
 
   measure() {
-    const facts = [plural(this.tokens, "token")];
+    const facts = this.tokens ? [plural(this.tokens, "token")] : [];
     const spent = this.last - this.first;
     if (this.tokens > 1 && spent >= SHORTEST) {
       const rate = ((this.tokens - 1) * 1000) / spent;
       facts.push(`${rate.toLocaleString("en", { maximumFractionDigits: rate < 100 ? 1 : 0 })} tokens/s`);
     }
-    facts.push(`first token after ${duration(this.first - this.began)}`);
+    facts.push(`first ${this.tokens ? "token" : "words"} after ${duration(this.first - this.began)}`);
     const { accepted_prediction_tokens: right, rejected_prediction_tokens: wrong } = this.drafts ?? {};
     if (right + wrong > 0) facts.push(`${right} of ${right + wrong} drafts accepted`);
     if (this.reason === "length") facts.push("cut off: out of tokens");
@@ -479,10 +437,35 @@ async function drawAll(response, answer) {
     for await (const event of events(response)) {
       come.push([event, performance.now()]);
       frame ||= requestAnimationFrame(flush);
+      if (event.type === "transcript.text.done") break;
     }
   } finally {
     flush();
   }
+}
+
+function chat(body, signal) {
+  return call("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+    signal,
+  });
+}
+
+/** Have the last recording written down, by a model that takes nothing else. */
+async function transcription(body, signal) {
+  const { content } = messages.findLast((message) => message.role === "user");
+  const parts = typeof content === "string" ? [{ type: "text", text: content }] : content;
+  const spoken = parts.findLast((part) => part.type === "input_audio");
+  if (!spoken) throw new Refused("This model writes speech down: attach a recording.");
+  const form = new FormData();
+  form.set("file", await fileOf(spoken));
+  form.set("stream", "true");
+  if (body.model) form.set("model", body.model);
+  const text = parts.find((part) => part.type === "text")?.text;
+  if (text) form.set("prompt", text);
+  return call("v1/audio/transcriptions", { method: "POST", body: form, signal });
 }
 
 /** Let the model answer the conversation as it stands. */
@@ -490,24 +473,20 @@ async function respond() {
   const body = checked();
   if (!body) return;
   for (const link of $("turns").querySelectorAll(".link")) link.remove();
-  const control = (running = new AbortController());
+  const control = new AbortController();
   const answer = following(() => new Answer(body.model ?? "Model"));
+  const own = (running = { answer, control });
   busy(true);
   let failed = null;
   try {
-    const response = await call("v1/chat/completions", {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify(body),
-      signal: control.signal,
-    });
+    const response = await (takes().includes("text") ? chat : transcription)(body, control.signal);
     if (!response.ok) throw await refusal(response);
     await drawAll(response, answer);
   } catch (error) {
     if (control.signal.aborted) answer.reason = "you";
     else failed = error instanceof TypeError ? new Refused("The server cannot be reached.") : error;
   }
-  if (running !== control) return; // A new chat has begun.
+  if (running !== own) return; // Another conversation is there, and this one was kept.
   running = null;
   following(() => {
     answer.end();
@@ -536,54 +515,108 @@ function busy(on) {
 
 function send() {
   const text = $("prompt").value.trim();
-  if (!text || running || !checked()) return;
+  if (!(text || attached.parts.length) || running || !checked()) return;
   settle();
-  messages.push({ role: "user", content: text });
+  const parts = attached.take();
+  if (text) parts.push({ type: "text", text });
+  const content = parts.length === 1 && text ? text : parts;
+  messages.push({ role: "user", content });
   keep();
   $("prompt").value = "";
   fit();
-  const { turn } = drawQuestion(text);
+  const { turn } = drawQuestion(content);
   turn.scrollIntoView({ block: "end" });
   $("log").scrollTop = $("log").scrollHeight;
   respond();
 }
 
-function drawQuestion(text) {
-  return drawTurn("you", "You", element("div", { className: "text", textContent: text }));
+function drawQuestion(content) {
+  const parts = typeof content === "string" ? [{ type: "text", text: content }] : content;
+  const drawn = parts.map((part) => drawPart(part)
+    ?? element("div", { className: "text", textContent: part.text }));
+  return drawTurn("you", "You", ...drawn);
+}
+
+// ---------------------------------------------------------------- what the browser keeps
+
+function titleOf([{ content }]) {
+  if (typeof content === "string") return content.slice(0, 80);
+  const text = content.find((part) => part.type === "text")?.text;
+  return text?.slice(0, 80) ?? (content[0].type === "image_url" ? "A picture" : "A recording");
 }
 
 /** Keep the conversation for the next time that this browser opens the page. */
-function keep() {
+async function keep() {
+  if (!messages.length) return;
+  kept ??= { id: crypto.getRandomValues(new Uint32Array(4)).join("-"), title: titleOf(messages) };
+  inTab("conversation", kept.id);
   const entries = messages.map((message) => ({ message, ...beside.get(message) }));
-  const text = entries.length ? JSON.stringify(entries) : "";
-  inBrowser("conversation", "");
-  inBrowser("conversation", text); // Without room for it none is kept, rather than half of it.
+  const there = await keepConversation({ ...kept, at: Date.now(), entries });
+  if (!there) status("This browser has no room to keep the conversation.");
 }
 
-/** Draw the conversation of the last time. */
-function restore() {
-  let entries = [];
+/** Go to a conversation that was kept. */
+async function open(id) {
+  const one = await conversation(id);
+  clear();
+  if (!one) return;
   try {
-    entries = JSON.parse(inBrowser("conversation") || "[]");
-    let answer = null;
-    for (const { message, ...more } of entries) {
-      if (message.role === "user") drawQuestion(message.content);
-      else if (message.role === "assistant") answer = restored(message, more);
-      else answer.results.push(message.content);
-      messages.push(message);
-      if (message.role === "assistant") beside.set(message, more);
-      if (answer?.calls.length && answer.results.length === answer.calls.length) {
-        settledBefore(answer);
-        answer = null;
-      }
-    }
-    if (!messages.length) return;
-    if (answer?.calls.length) return ask(answer, answer.calls);
-    answer = messages.at(-1).role === "assistant" ? answer : cutOff();
-    offerAgain(answer.turn, answer.start, answer.facts, "again");
+    draw(one.entries);
+    kept = { id, title: one.title };
+    inTab("conversation", id);
   } catch {
-    fresh(); // Something else was kept under this name.
+    clear(); // Something else was kept under this name.
+    forget(id);
   }
+}
+
+function draw(entries) {
+  let answer = null;
+  for (const { message, ...more } of entries) {
+    if (message.role === "user") drawQuestion(message.content);
+    else if (message.role === "assistant") answer = restored(message, more);
+    else answer.results.push(message.content);
+    messages.push(message);
+    if (message.role === "assistant") beside.set(message, more);
+    if (answer?.calls.length && answer.results.length === answer.calls.length) {
+      settledBefore(answer);
+      answer = null;
+    }
+  }
+  if (!messages.length) return;
+  if (answer?.calls.length) {
+    ask(answer, answer.calls);
+    return;
+  }
+  answer = messages.at(-1).role === "assistant" ? answer : cutOff();
+  offerAgain(answer.turn, answer.start, answer.facts, "again");
+}
+
+/** The list of what is kept. */
+async function list() {
+  const all = await conversations();
+  $("none").hidden = all.length > 0;
+  $("chats").replaceChildren(...all.map(({ id, title, at }) => {
+    const link = element("button", { type: "button", className: "one" },
+      element("span", { textContent: title }),
+      element("time", { textContent: new Date(at).toLocaleString() }));
+    if (id === kept?.id) link.setAttribute("aria-current", "true");
+    link.addEventListener("click", () => {
+      $("kept").hidePopover();
+      if (id !== kept?.id) open(id);
+      $("prompt").focus();
+    });
+    const remove = element("button", {
+      type: "button", className: "link", textContent: "Delete", "aria-label": `Delete: ${title}`,
+    });
+    remove.addEventListener("click", async () => {
+      if (id === kept?.id) clear();
+      await forget(id);
+      await list();
+      ($("chats").querySelector("button") ?? $("history")).focus();
+    });
+    return element("li", {}, link, remove);
+  }));
 }
 
 function restored(message, { model, thought, facts }) {
@@ -614,85 +647,33 @@ function cutOff() {
   return answer;
 }
 
-function fresh() {
-  running?.abort();
-  running = null;
-  busy(false);
+/** An empty page; what was answered so far is kept. */
+function clear() {
+  if (running) {
+    const { answer, control } = running;
+    running = null;
+    answer.reason = "you";
+    answer.end();
+    control.abort();
+    busy(false);
+  }
   messages.length = 0;
-  keep();
+  kept = null;
+  inTab("conversation", "");
   waiting = null;
   $("turns").replaceChildren($("empty"));
   $("empty").hidden = false;
   status("");
+}
+
+function fresh() {
+  clear();
   $("prompt").focus();
 }
 
 /** Grow with the text, where `field-sizing` is not known yet. */
 function fit() {
   $("prompt").rows = Math.min(12, $("prompt").value.split("\n").length);
-}
-
-// ---------------------------------------------------------------- the plots
-
-const samples = [];
-let timer = 0;
-
-function gauge(text, name) {
-  const lines = text.split("\n").filter((line) => line.startsWith(`jackfield:${name}{`));
-  if (!lines.length) throw new Error(name);
-  return lines.reduce((sum, line) => sum + Number(line.slice(line.lastIndexOf(" "))), 0);
-}
-
-/** Look at the numbers now, and again soon: sooner while an answer is written. */
-async function look() {
-  clearTimeout(timer);
-  timer = setTimeout(look, running ? 250 : 1000);
-  if (document.hidden) return;
-  try {
-    const response = await call("metrics");
-    if (!response.ok) throw await refusal(response);
-    const text = await response.text();
-    const at = performance.now();
-    samples.push({
-      at,
-      running: gauge(text, "num_requests_running"),
-      waiting: gauge(text, "num_requests_waiting"),
-      cache: gauge(text, "kv_cache_usage_perc"),
-    });
-    while (samples[0].at < at - 2 * WINDOW) samples.shift();
-    $("engine-note").hidden = true;
-    draw(at);
-  } catch {
-    $("engine-note").textContent = "/metrics gives no numbers at the moment.";
-    $("engine-note").hidden = false;
-  }
-}
-
-function draw(now) {
-  const last = samples.at(-1);
-  const percent = `${(last.cache * 100).toLocaleString("en", { maximumFractionDigits: 1 })} %`;
-  $("running").textContent = last.running;
-  $("waiting").textContent = last.waiting;
-  $("cache").textContent = percent;
-  const most = Math.max(4, ...samples.map((one) => Math.max(one.running, one.waiting)));
-  const highest = Math.max(...samples.map((one) => one.cache));
-  plot("requests", "running", now, most);
-  plot("requests", "waiting", now, most);
-  plot("kv", "cache", now, highest > 0.25 ? 1 : highest > 0.025 ? 0.25 : 0.025);
-  $("requests").setAttribute("aria-label", `Requests: ${last.running} running, ${last.waiting} waiting`);
-  $("kv").setAttribute("aria-label", `KV cache in use: ${percent}`);
-}
-
-function plot(id, name, now, top) {
-  const [width, height] = [240, 44];
-  const points = samples.map((one) => {
-    const x = width - ((now - one.at) / WINDOW) * width;
-    return `${x.toFixed(1)} ${(height - 1 - (one[name] / top) * (height - 4)).toFixed(1)}`;
-  });
-  const line = `M${points.join("L")}`;
-  const from = points[0].split(" ")[0];
-  $(id).querySelector(`.line.${name}`).setAttribute("d", line);
-  $(id).querySelector(`.area.${name}`)?.setAttribute("d", `${line}V${height}H${from}Z`);
 }
 
 // ---------------------------------------------------------------- panel, theme, keys
@@ -720,10 +701,10 @@ function theme(name) {
   $("theme").title = `Theme: ${THEMES[name]}`;
 }
 
-const kept = () => document.querySelectorAll(".panel :is(input, textarea, select)");
+const fields = document.querySelectorAll(".panel :is(input, textarea, select)");
 const nameOf = (field) => field.id || field.dataset.field;
 
-for (const field of kept()) {
+for (const field of fields) {
   const area = field.id === "key" ? inTab : inBrowser; // A key is for this tab alone.
   field.value = area(nameOf(field));
   field.addEventListener("input", () => area(nameOf(field), field.value));
@@ -749,15 +730,16 @@ $("prompt").addEventListener("keydown", (event) => {
     send();
   }
 });
-$("stop").addEventListener("click", () => running?.abort());
+$("stop").addEventListener("click", () => running?.control.abort());
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || event.isComposing) return;
-  if (running) running.abort();
+  if (document.querySelector(":popover-open")) return; // It closes by itself.
+  if (running) running.control.abort();
   else if (NARROW.matches && document.body.dataset.panel === "open") toggle(false);
 });
 $("fresh").addEventListener("click", fresh);
 $("key").addEventListener("change", loadModels);
-$("model").addEventListener("change", () => { $("asked").textContent = $("model").value; });
+$("model").addEventListener("change", chosen);
 $("example").addEventListener("click", () => {
   $("tools").value = EXAMPLE;
   $("tools").dispatchEvent(new Event("input"));
@@ -772,10 +754,66 @@ $("theme").addEventListener("click", () => {
   inBrowser("theme", next);
   theme(next);
 });
-document.addEventListener("visibilitychange", look);
+
+// ---------------------------------------------------------------- pictures, recordings, terminal
+
+const attached = new Attachments($("attached"), status);
+const microphone = new Microphone(drawMicrophone, (file) => attached.add([file]));
+
+function drawMicrophone() {
+  $("speak").setAttribute("aria-pressed", String(microphone.recording));
+  if (microphone.recording) status("Listening… press the microphone again to end.");
+}
+
+$("attach").addEventListener("click", () => $("file").click());
+$("file").addEventListener("change", async () => {
+  await attached.add($("file").files);
+  $("file").value = "";
+  $("prompt").focus();
+});
+$("speak").addEventListener("click", async () => {
+  if (microphone.recording) {
+    microphone.stop();
+    return;
+  }
+  try {
+    await microphone.start();
+  } catch (error) {
+    status(navigator.mediaDevices
+      ? `The microphone cannot be used: ${error.message}`
+      : "Browsers give pages the microphone over HTTPS or on localhost alone.");
+  }
+});
+$("prompt").addEventListener("paste", (event) => {
+  if (!event.clipboardData.files.length || event.clipboardData.types.includes("text/plain")) return;
+  event.preventDefault();
+  attached.add(event.clipboardData.files);
+});
+document.addEventListener("dragover", (event) => {
+  if (event.dataTransfer.types.includes("Files")) event.preventDefault();
+});
+document.addEventListener("drop", (event) => {
+  if (!event.dataTransfer.files.length) return;
+  event.preventDefault();
+  attached.add(event.dataTransfer.files);
+});
+
+$("kept").addEventListener("beforetoggle", (event) => {
+  $("history").setAttribute("aria-expanded", String(event.newState === "open"));
+  if (event.newState === "open") list();
+});
+
+function terminal(open) {
+  $("terminal").setAttribute("aria-pressed", String(open));
+  inBrowser("terminal", open ? "open" : "");
+  showTerminal(open);
+}
+$("terminal").addEventListener("click", () => terminal($("watch").hidden));
 
 theme(THEMES[inBrowser("theme")] ? inBrowser("theme") : "");
 show(!NARROW.matches);
-restore();
+chosen();
+watch(() => running !== null);
+terminal(inBrowser("terminal") === "open");
 loadModels();
-look();
+if (inTab("conversation")) open(inTab("conversation"));

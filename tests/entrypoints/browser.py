@@ -149,6 +149,7 @@ class Browser:
                     "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions",
                     "--disable-background-networking", "--disable-component-update",
                     "--hide-scrollbars", "--remote-debugging-port=0",
+                    "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream",
                     f"--user-data-dir={profile}", "about:blank",
                 ],
                 stdin=subprocess.DEVNULL,

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from browser import CHROMIUM, Browser, Page
 from serving import MODEL, Server, engine_config, running, save_random, save_scripted
+from test_speech import save_whisper
 
+from jackfield import EngineConfig
 from jackfield.entrypoints.http.options import ServerOptions
 from jackfield.entrypoints.server.serve_settings import make_parser
 
@@ -188,7 +190,8 @@ def test_a_chat_by_keyboard_alone(page: Page) -> None:
         if page.value("document.activeElement !== document.body"):
             reached.append(page.value(FOCUS))
             assert page.value("document.activeElement.matches(':focus-visible')"), reached
-    assert reached == ["send", "model", "fresh", "theme", "settings", "log", "prompt"]
+    bar = ["history", "fresh", "terminal", "theme", "settings"]
+    assert reached == ["send", "model", *bar, "log", "prompt"]
     page.value("document.getElementById('settings').focus()")
     page.press("Enter")
     assert page.value(FOCUS) == "close"
@@ -364,19 +367,30 @@ def test_a_reload_keeps_the_conversation_and_the_settings(page: Page, server: Se
     page.open(server.url)
     page.until("document.querySelectorAll('.turn.model').length === 2")
     assert text(page, ".answer pre") == "sunny"
-    kept = json.loads(page.value("localStorage.getItem('jackfield.conversation')"))
-    roles = [entry["message"]["role"] for entry in kept]
+    [one] = page.value(f"(async () => {{ {STORE} return store.conversations(); }})()")
+    kept = page.value(f"(async () => {{ {STORE} return store.conversation('{one['id']}'); }})()")
+    roles = [entry["message"]["role"] for entry in kept["entries"]]
     assert roles == ["user", "assistant", "tool", "assistant"]
     page.value("document.getElementById('fresh').click()")
     page.open(server.url)
     assert page.value("document.querySelector('.turn')") is None
 
 
+STORE = "const store = await import('/playground/conversations.js');"
+
+
+def keep(page: Page, entries: object, id: str = "one") -> None:
+    """Put a conversation into the browser's store, for the next load of the page in this tab."""
+    kept = json.dumps({"id": id, "title": id, "at": 1, "entries": entries})
+    page.value(f"(async () => {{ {STORE} await store.keepConversation({kept}); }})()")
+    page.value(f"sessionStorage.setItem('jackfield.conversation', '{id}')")
+
+
 def test_a_question_that_a_reload_cut_off_can_be_asked_again(page: Page, server: Server) -> None:
-    entry = [{"message": {"role": "user", "content": "Hello"}}]
-    page.value(f"localStorage.setItem('jackfield.conversation', '{json.dumps(entry)}')")
+    keep(page, [{"message": {"role": "user", "content": "Hello"}}])
     page.open(server.url)
     page.until("document.querySelector('.facts .link')")
+    page.until(f"document.getElementById('model').value === '{MODEL}'")
     assert texts(page, ".turn > h2") == ["You", "Model"]
     page.value("document.querySelector('.facts .link').click()")
     page.until(f"document.querySelector('.turn.model .markdown') && {DONE}")
@@ -384,11 +398,246 @@ def test_a_question_that_a_reload_cut_off_can_be_asked_again(page: Page, server:
 
 
 def test_what_is_no_conversation_is_forgotten(page: Page, server: Server) -> None:
-    for nonsense in ("5", "{", '[{"message": 3}]', '[{"message": {"role": "tool"}}]'):
-        page.value(f"localStorage.setItem('jackfield.conversation', {nonsense!r})")
+    for nonsense in (5, [{"message": 3}], [{"message": {"role": "tool"}}]):
+        keep(page, nonsense)
         page.open(server.url)
-        page.until("localStorage.getItem('jackfield.conversation') === null")
+        page.until("sessionStorage.getItem('jackfield.conversation') === null")
         assert page.value("document.querySelector('.turn')") is None
+        assert page.value(f"(async () => {{ {STORE} return store.conversations(); }})()") == []
+
+
+def test_earlier_conversations_are_opened_and_deleted(page: Page, server: Server) -> None:
+    say(page, "The first")
+    page.until(f"document.querySelector('.turn.model .markdown') && {DONE}")
+    page.value("document.getElementById('fresh').click()")
+    say(page, "The second")
+    page.until(f"document.querySelector('.turn.model .markdown') && {DONE}")
+    page.value("document.getElementById('history').click()")
+    page.until("document.querySelectorAll('#chats .one').length === 2")
+    assert texts(page, "#chats .one span") == ["The second", "The first"]
+    assert text(page, "#chats .one[aria-current] span") == "The second"
+    page.value("document.querySelectorAll('#chats .one')[1].click()")
+    page.until("document.querySelector('.turn.you .text')?.innerText === 'The first'")
+    assert page.value("document.getElementById('kept').matches(':popover-open')") is False
+    say(page, "More")
+    page.until(f"document.querySelectorAll('.turn.model').length === 2 && {DONE}")
+    page.value("document.getElementById('history').click()")
+    page.until("document.querySelector('#chats [aria-current]')?.innerText.startsWith('The first')")
+    page.value("document.querySelector('#chats .link').click()")
+    page.until("document.querySelectorAll('#chats .one').length === 1")
+    assert texts(page, "#chats .one span") == ["The second"]
+    assert page.value("document.querySelector('.turn')") is None, "the open one was deleted"
+    page.press("Escape")
+    page.until("!document.getElementById('kept').matches(':popover-open')")
+
+
+def test_an_answer_that_is_left_is_kept_as_far_as_it_came(locked: Page, guarded: Server) -> None:
+    page = locked
+    fill(page, "#key", KEY)
+    page.press("Tab")
+    page.until(f"document.getElementById('model').value === '{MODEL}'")
+    fill(page, "#extra", json.dumps({"ignore_eos": True, "max_tokens": LONG}))
+    say(page, "Go on")
+    page.until("document.querySelector('.turn.model .text')")
+    page.value("document.getElementById('fresh').click()")
+    assert guarded.becomes(lambda engine: engine.stats().num_requests_running == 0, 10)
+    page.value("document.getElementById('history').click()")
+    page.until("document.querySelector('#chats .one')")
+    page.value("document.querySelector('#chats .one').click()")
+    page.until("document.querySelector('.turn.model .text')")
+    assert texts(page, ".facts span")[-1] == "stopped"
+
+
+def test_no_more_conversations_are_kept_than_there_is_room_for(page: Page) -> None:
+    ids = page.value(f"""(async () => {{
+        {STORE}
+        for (let at = 1; at <= 102; at += 1) {{
+            await store.keepConversation({{ id: `${{at}}`, title: "", at, entries: [] }});
+        }}
+        return (await store.conversations()).map((one) => one.id);
+    }})()""")
+    assert ids == [str(at) for at in range(102, 2, -1)]
+
+
+# ---------------------------------------------------------------- pictures and speech
+
+PICTURES = """const picture = async (kind, colour) => {
+    const canvas = new OffscreenCanvas(64, 64);
+    const context = canvas.getContext("2d");
+    context.fillStyle = "#ececec";
+    context.fillRect(0, 0, 64, 64);
+    context.fillStyle = colour;
+    context.arc(32, 32, 13, 0, 7);
+    context.fill();
+    return new File([await canvas.convertToBlob({ type: kind })], "drawn", { type: kind });
+};
+const given = new DataTransfer();
+const drop = () => document.body.dispatchEvent(
+    new DragEvent("drop", { dataTransfer: given, bubbles: true, cancelable: true }));"""
+SENT = """globalThis.sent = []; const plain = fetch;
+    globalThis.fetch = (url, options) => {
+        if (options?.body) sent.push(options.body);
+        return plain(url, options);
+    };"""
+
+
+@pytest.fixture(scope="module")
+def seeing() -> Iterator[Server]:
+    config = EngineConfig(
+        model="tiny-vision", device="cpu", num_gpu_blocks_override=200, max_num_seqs=2,
+        served_model_name=(MODEL,),
+    )  # fmt: skip
+    with running(config) as item:
+        yield item
+
+
+def test_pictures_are_dropped_and_pasted(browser: Browser, seeing: Server) -> None:
+    ready = f"document.getElementById('model').value === '{MODEL}'"
+    for page in opened(browser, seeing, ready):
+        assert page.value("document.getElementById('attach').hidden") is False
+        assert page.value("document.getElementById('speak').hidden") is True
+        assert page.value("document.getElementById('file').accept") == "image/*"
+        page.value(SENT)
+        page.value(f"""(async () => {{ {PICTURES}
+            given.items.add(await picture("image/png", "red"));
+            if (drop()) throw new Error("the browser would open it");
+        }})()""")
+        page.until("document.querySelectorAll('#attached img').length === 1")
+        page.value(f"""(async () => {{ {PICTURES}
+            given.items.add(await picture("image/jpeg", "blue"));
+            document.getElementById("prompt").dispatchEvent(new ClipboardEvent(
+                "paste", {{ clipboardData: given, bubbles: true, cancelable: true }}));
+        }})()""")
+        page.until("document.querySelectorAll('#attached img').length === 2")
+        page.value("document.querySelector('#attached .link').click()")
+        page.until("document.querySelectorAll('#attached img').length === 1")
+        fill(page, "[data-field=temperature]", "0")
+        say(page, "What is this?")
+        page.until(f"document.querySelector('.turn.model .markdown') && {DONE}")
+        assert page.value("document.querySelector('#attached img')") is None
+        [part, words] = json.loads(page.value("sent[0]"))["messages"][0]["content"]
+        assert part["image_url"]["url"].startswith("data:image/jpeg;base64,")
+        assert words == {"type": "text", "text": "What is this?"}
+        assert "blue circle in the middle" in text(page, ".turn.model .markdown")
+        page.open(seeing.url)
+        page.until("document.querySelector('.turn.you img')?.naturalWidth === 64")
+        assert "blue circle" in text(page, ".turn.model .markdown")
+
+
+def test_large_pictures_are_made_smaller(browser: Browser, seeing: Server) -> None:
+    for page in opened(browser, seeing, "true"):
+        sizes = page.value("""(async () => {
+            const { Attachments } = await import("/playground/attachments.js");
+            const made = new Attachments(document.createElement("div"), () => {});
+            made.takes = ["text", "image"];
+            const canvas = new OffscreenCanvas(3000, 1500);
+            canvas.getContext("2d");
+            const blob = await canvas.convertToBlob({ type: "image/png" });
+            await made.add([new File([blob], "screen", { type: "image/bmp" })]);
+            const shown = new Image();
+            shown.src = made.parts[0].image_url.url;
+            await shown.decode();
+            return [shown.src.slice(0, 16), shown.naturalWidth, shown.naturalHeight];
+        })()""")
+        assert sizes == ["data:image/jpeg;", 2048, 1024]
+
+
+def test_a_model_of_text_takes_no_files(page: Page) -> None:
+    assert page.value("document.getElementById('attach').hidden") is True
+    page.value(f"""(async () => {{ {PICTURES}
+        given.items.add(await picture("image/png", "red"));
+        given.items.add(new File(["x"], "notes.txt", {{ type: "text/plain" }}));
+        drop();
+    }})()""")
+    page.until("document.getElementById('status').innerText.includes('notes.txt')")
+    assert page.value("document.querySelector('#attached img')") is None
+
+
+def test_what_is_no_picture_is_not_attached(browser: Browser, seeing: Server) -> None:
+    for page in opened(browser, seeing, f"document.getElementById('model').value === '{MODEL}'"):
+        page.value(f"""(async () => {{ {PICTURES}
+            given.items.add(new File(["no picture"], "broken.gif", {{ type: "image/gif" }}));
+            drop();
+        }})()""")
+        page.until("document.getElementById('status').innerText === 'broken.gif cannot be read.'")
+
+
+def test_speech_into_the_microphone_is_written_down(
+    browser: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The browser's microphone beeps; the model is random, so its words mean nothing."""
+    folder = tmp_path_factory.mktemp("whisper")
+    save_whisper(folder)
+    config = engine_config(folder, max_model_len=None, served_model_name=(MODEL,))
+    with running(config) as server:
+        ready = f"document.getElementById('model').value === '{MODEL}'"
+        for page in opened(browser, server, ready):
+            assert page.value("document.getElementById('speak').hidden") is False
+            page.value(SENT)
+            page.value("document.getElementById('speak').click()")
+            page.until("document.getElementById('speak').ariaPressed === 'true'")
+            page.value("new Promise((done) => setTimeout(done, 1200))")
+            page.value("document.getElementById('speak').click()")
+            page.until("document.querySelector('#attached audio')?.duration > 0.5")
+            assert page.value("document.getElementById('speak').ariaPressed") == "false"
+            page.value("document.getElementById('send').click()")
+            page.until(f"document.querySelector('.turn.model') && {DONE}")
+            assert page.value("document.querySelector('.error')") is None
+            assert page.value("sent[0].get('file').type") == "audio/wav"
+            assert page.value("document.querySelector('.turn.you audio')") is not None
+
+
+# ---------------------------------------------------------------- the engine's numbers
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_steps_and_cache_are_watched_as_in_a_terminal(page: Page, width: int) -> None:
+    page.shape(width, 844)
+    page.value("document.getElementById('terminal').click()")
+    say(page, "Hello")
+    page.until(DONE)
+    page.until("/ [1-9]/.test(document.getElementById('steps').innerText)", 30)
+    names = text(page, "#steps-head").split()
+    line = next(x for x in text(page, "#steps").splitlines() if not x.endswith("idle"))
+    values = dict(zip(names, line.split(), strict=True))
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", values["time"]) and int(values["steps"]) > 0
+    assert ("tok/step" in values) is (width > 620)
+    assert text(page, "#cache-line").startswith("KV cache [")
+    assert page.value("document.documentElement.scrollWidth") == width
+    assert page.value("document.getElementById('steps').scrollWidth") <= width
+    page.open(page.value("location.href"))
+    assert page.value("document.getElementById('watch').hidden") is False, "it stays open"
+
+
+@pytest.mark.parametrize("prefix", ["jackfield", "vllm", "both"])
+def test_numbers_of_several_engines_under_either_prefix(page: Page, prefix: str) -> None:
+    names = {"both": ["jackfield", "vllm"]}.get(prefix, [prefix])
+    metrics = "".join(
+        f'# HELP x\n{name}:num_requests_running{{engine="{engine}"}} 2.0\n'
+        f'{name}:num_requests_waiting{{engine="{engine}"}} 1.0\n'
+        f'{name}:kv_cache_usage_perc{{engine="{engine}"}} 0.{engine}\n'
+        for name in names
+        for engine in (2, 4)
+    )
+    page.value(
+        "globalThis.fetch = async (url) => new Response("
+        f"url.endsWith('metrics') ? {json.dumps(metrics)} : '')"
+    )
+    page.until("document.getElementById('running').innerText === '4'")
+    assert text(page, "#waiting") == "2" and text(page, "#cache") == "30 %"
+
+
+def test_comments_between_events_are_no_events(page: Page) -> None:
+    """As `--sse-keep-alive-interval` sends them."""
+    found = page.value("""(async () => {
+        const { events } = await import("/playground/server.js");
+        const frames = [":", 'event: a\\ndata: {"b": 1}', ":", "data: [DONE]"];
+        const text = frames.map((frame) => frame + "\\n\\n");
+        const found = [];
+        for await (const event of events(new Response(text.join("")))) found.push(event);
+        return found;
+    })()""")
+    assert found == [{"b": 1}]
 
 
 def test_the_plots_show_what_the_metrics_say(page: Page) -> None:

@@ -355,6 +355,7 @@ class ModelCard(Struct):
     root: str
     parent: str | None
     max_model_len: int
+    input_modalities: list[str]
 
 
 class ModelList(Struct):
