@@ -281,6 +281,12 @@ def _field_rows(route: dict[str, Any], whose: list[str]) -> list[list[str]]:
 def metrics() -> str:
     """What GET /metrics tells."""
     engine_metrics = EngineMetrics("MODEL")
+    engine_metrics.observe_stats(
+        outputs.EngineStats(
+            spec_decode_num_accepted_tokens_per_pos={0: 1}, requests_finished={"stop": 1},
+            part_counts={"NAME": 1},
+        )
+    )  # fmt: skip
     engine_metrics.observe_cache_config(**dict.fromkeys(_cache_facts(), ""))
     engine_metrics.registry.register(FrontendMetrics(0, lambda: 0))
     http_metrics = HttpMetrics()
@@ -293,8 +299,6 @@ def metrics() -> str:
     rows = []
     for family in [*engine_metrics.registry.collect(), *PoolMetrics("MODEL", 1).registry.collect()]:
         labels = sorted({k for s in family.samples for k in s.labels} - {"le"})
-        if family.name == "jackfield:request_success":
-            labels = ["model_name", "finished_reason"]
         name = family.name + ("_total" if family.type == "counter" else "")
         rows.append([f"`{name}`", family.type, ", ".join(labels), family.documentation])
     return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -53,6 +53,21 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     draft_load_config: Annotated[
         DraftLoadConfig, doc("How the draft checkpoint is read, where that is not automatic.")
     ] = DraftLoadConfig()
+    rejection_sample_method: Annotated[
+        Literal["coupled", "standard"],
+        doc(
+            "Which drafts are accepted: coupled, those that the target samples, so that tokens are "
+            "those without drafts; standard, by the quotient of target's and draft's probability, "
+            "so that their distribution is."
+        ),
+    ] = "coupled"
+    draft_sample_method: Annotated[
+        Literal["probabilistic", "greedy"],
+        doc(
+            "How speculators with weights choose drafts of sampled requests: by their temperature, "
+            "or the most probable."
+        ),
+    ] = "probabilistic"
     adaptive_width: Annotated[
         bool,
         doc(

@@ -105,7 +105,11 @@ class DraftRows(Protocol):
 
     def choose(self, logits: torch.Tensor, number: int) -> torch.Tensor:
         """Choose the token for position `lengths + number` as the target would, with the noise that
-        it samples with: logits [R, tokens], of the vocabulary's first tokens → [R] int64."""
+        it samples with: logits [R, tokens], of the vocabulary's first tokens → [R] int64.
+
+        With `rejection_sample_method` standard it draws from the logits' own distribution, which
+        then decides about the draft: the drafts must be the tokens that were drawn, and how many a
+        row has must not depend on which."""
 
 
 class KnownTokens(NamedTuple):

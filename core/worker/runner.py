@@ -31,6 +31,7 @@ from .sampled import Sampled, SamplingRows
 from .sampling.logprobs import Logprobs
 from .sampling.masks import GrammarMasks, TokenMask
 from .sampling.prompt_logprobs import PromptLogprobs
+from .sampling.rejection import DrawnDrafts
 from .sampling.rounds import DraftPlaces, sample_in_rounds
 from .sampling.sampler import Sampler
 from .sampling.sampling_state import SamplingState
@@ -46,6 +47,10 @@ class Drafted(Protocol):
 
     def places(self) -> DraftPlaces | None:
         """Return what sampling in rounds needs; None: all positions are sampled at once."""
+
+    @property
+    def drawn(self) -> DrawnDrafts | None:
+        """Drafts that are accepted by what they were drawn from; None: while they are sampled."""
 
     def verify(self, chosen: torch.Tensor) -> torch.Tensor:
         """Accept drafts. chosen: [L] int32 → [S, 2] int32: accepted and proposed drafts"""
@@ -227,7 +232,10 @@ class ModelRunner:
             # In place: this needs less memory than the other stages of the sampler in torch.
             self.sampler.mask(logits, mask)
             mask = None
-        chosen, logprobs = self.sampler.sample_eagerly(logits, slots, slots_host, lengths, mask)
+        drawn = None if drafted is None else drafted.drawn
+        chosen, logprobs = self.sampler.sample_eagerly(
+            logits, slots, slots_host, lengths, mask, drawn
+        )
         return self._sampled(rows, slots_host, chosen, logprobs)
 
     def forward(self, inputs: StepInputs) -> HiddenStates:

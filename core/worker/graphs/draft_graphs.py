@@ -13,6 +13,7 @@ from ...nn.context import MixedRows
 from ...protocols.models import HiddenStates
 from ...step import StepPlan
 from ..batch import LogitPlaces, PersistentBatch, StepInputs
+from ..sampling.rejection import DrawnDrafts
 from ..sampling.sampler import Sampler
 from .endings import Ending, row_counts, sample_rows, sampling_endings
 from .recorder import Recorder, Replay
@@ -35,16 +36,18 @@ class DraftGraphs:
         batch: PersistentBatch,
         sampler: Sampler,
         verified: Callable[..., torch.Tensor],
+        drawn: Callable[..., DrawnDrafts] | None,
         record: Recorder,
         max_tokens: int,
         num_drafts: int,
     ) -> None:
         """`forward`, `logits`: as for `DecodeGraphs`, over all tokens; `max_tokens`: of any step;
-        `num_drafts`: of each row.
+        `num_drafts`: of each row; `drawn`: of drafts that are accepted by what they were drawn
+        from (`Speculation.drawn`).
         """
         self._forward, self._logits = forward, logits
         self._batch, self._sampler, self._verified = batch, sampler, verified
-        self._record = record
+        self._drawn, self._record = drawn, record
         width = self.width = 1 + num_drafts
         most_tokens = min(max_tokens, MAX_TOKENS)
         self._counts = [n for n in row_counts(batch.num_slots) if n * width <= most_tokens]
@@ -58,6 +61,8 @@ class DraftGraphs:
         self._numbers = StaticNumbers(batch, size)
         self._starts = width * torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._row_of = torch.arange(max_rows * width, device=device) // width
+        order = torch.arange(max_rows * width, device=device) % width
+        self._places = order.masked_fill_(order == num_drafts, batch.num_drafts)
         self._bounds: dict[int, torch.Tensor] = {}
         self.outputs = sampler.outputs
         """The last step's tokens, `width` per row."""
@@ -67,7 +72,10 @@ class DraftGraphs:
 
     def missing(self) -> list[tuple[int, Ending]]:
         """Return what to record, smallest first: drafts pay for few rows."""
-        kinds = [(n, ending) for ending in sampling_endings(self._sampler) for n in self._counts]
+        endings = sampling_endings(self._sampler)
+        if self._drawn is not None:
+            endings = [Ending.PLAIN]  # Of others, shapes depend on what the requests ask for.
+        kinds = [(n, ending) for ending in endings for n in self._counts]
         return [kind for kind in kinds if kind not in self._replays]
 
     def launch(self, plan: StepPlan, num_drafts: Sequence[int], ending: Ending) -> bool:
@@ -135,9 +143,15 @@ class DraftGraphs:
             )
         )
         drafts = batch.table.token_history[sample_slots, lengths]
-        logits = self._logits(hidden, ending, LogitPlaces(sample_slots, lengths))
-        sample_rows(self._sampler, ending, logits, sample_slots, lengths)
-        chosen = self.outputs.first(num_tokens).chosen
+        places, outputs = LogitPlaces(sample_slots, lengths), self.outputs.first(num_tokens)
+        if self._drawn is None:
+            logits = self._logits(hidden, ending, places)
+            sample_rows(self._sampler, ending, logits, sample_slots, lengths)
+        else:
+            drawn = self._drawn(drafts, sample_slots, self._places[:num_tokens])
+            logits = self._logits(hidden, Ending.LOGITS, places)  # Of the whole vocabulary.
+            self._sampler.sample_plain(logits, sample_slots, lengths, outputs, drawn)
+        chosen = outputs.chosen
         verdicts = self._verified(chosen, drafts, starts, long_slots)
         self.verdicts[:rows].copy_(verdicts)
         # Padding was verified, too.

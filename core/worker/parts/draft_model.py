@@ -83,6 +83,8 @@ def draft_passes(
     return DraftPasses(
         batch, site.sampling, layers, site.layers_backend(layers) if layers else None, states,
         config.num_drafts, min(longest, needs.longest or longest),
+        samples=config.draft_sample_method == "probabilistic",
+        rejects=model_config.dtype if config.rejection_sample_method == "standard" else None,
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from ...protocols.speculators import ComputedTokens, Drafts, KnownTokens, Specul
 from ...step import StepPlan
 from ..batch import PersistentBatch, StepInputs, StepRows
 from ..sampling.gumbel import TokenNoise
+from ..sampling.rejection import DraftDistributions
 from ..sampling.sampling_columns import Column
 from ..sampling.sampling_state import SamplingState
 from ..selection import CacheLayer
@@ -85,13 +86,26 @@ class DraftPasses:
         states: TokenStates,
         num_drafts: int,
         longest: int,
+        *,
+        samples: bool = True,
+        rejects: torch.dtype | None = None,
     ) -> None:
-        """layers: of the model; longest: tokens of a sequence that it reads."""
+        """layers: of the model; longest: tokens of a sequence that it reads; samples: drafts are
+        drawn by their requests' temperatures, else the most probable ones; rejects: drafts are
+        accepted by what they were drawn from, which is kept in this type."""
         self._batch, self._sampling, self._layers = batch, sampling, tuple(layers)
         self._backend, self.states = backend, states
         assert batch.table.dropped is None, "caches of draft models are not compacted"
         self._longest = longest
         self._noise = TokenNoise(sampling.vocab_size, batch.device)
+        self._samples = samples
+        self.distributions: DraftDistributions | None = None
+        """What drafts were drawn from, if that decides about them."""
+        if rejects is not None and samples:
+            self.distributions = DraftDistributions(
+                batch.num_slots + 1, num_drafts, self._noise, sampling.vocab_size, rejects,
+                batch.device,
+            )  # fmt: skip
         self._num_own = own_blocks(num_drafts, batch.block_size)
         self._lengths = torch.zeros_like(batch.table.lengths)
         self._first_own = 0
@@ -209,10 +223,15 @@ class DraftPasses:
     # ------------------------------------------------------------ the choice
 
     def choose(
-        self, logits: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor
+        self, logits: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, number: int
     ) -> torch.Tensor:
-        """Choose tokens as a plain row's are: [R, tokens] → [R] int64."""
+        """Choose each row's draft `number`, for position `lengths`: [R, tokens] → [R] int64. As a
+        plain row's token is chosen, unless it is accepted by what it is drawn from."""
+        if not self._samples:
+            return logits.argmax(dim=-1)
         packed = self._sampling.packed.index_select(0, slots)
+        if self.distributions is not None:
+            return self.distributions.draw(logits, number, slots, packed, lengths)
         settings = packed.view(torch.float32)
         keys = self._noise.row_keys(packed[:, Column.LANES :], lengths)
         own = slice(0, logits.shape[1])
@@ -250,4 +269,4 @@ class RowsAhead:
         return self.passes.row_context(self.table, self.slots, self.positions(number), bounds)
 
     def choose(self, logits: torch.Tensor, number: int) -> torch.Tensor:
-        return self.passes.choose(logits, self.slots, self.lengths + number)
+        return self.passes.choose(logits, self.slots, self.lengths + number, number)

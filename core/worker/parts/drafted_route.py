@@ -14,6 +14,7 @@ from ..graphs.endings import Ending
 from ..hidden_states import take
 from ..launched_step import DraftCounts, LaunchedStep
 from ..sampled import SamplingRows
+from ..sampling.rejection import DrawnDrafts
 from ..sampling.rounds import DraftPlaces
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class Verification:
 
     def places(self) -> DraftPlaces | None:
         return self._speculation.places(self._drafted)
+
+    @property
+    def drawn(self) -> DrawnDrafts | None:
+        return self._drafted.drawn
 
     def verify(self, chosen: torch.Tensor) -> torch.Tensor:
         return self._speculation.verify(self._drafted, chosen)

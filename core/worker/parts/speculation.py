@@ -39,6 +39,7 @@ from ..batch import LogitRows, StepInputs, StepRows
 from ..launched_step import DraftCounts, LaunchedStep
 from ..packing import PackedUpload
 from ..sampling.masks import GrammarMasks
+from ..sampling.rejection import DrawnDrafts
 from ..sampling.rounds import DraftPlaces
 from ..sampling.sampling_state import SamplingState
 from ..slot_table import SlotTable
@@ -142,6 +143,8 @@ class DraftedRows:
     """[S + 1] int32: each row's first position, and the total."""
     row_slots: torch.Tensor
     """[S] int64"""
+    drawn: DrawnDrafts | None
+    """The same drafts, if they are accepted by what they were drawn from."""
 
 
 class ForcedDrafts(NamedTuple):
@@ -154,10 +157,13 @@ class ForcedDrafts(NamedTuple):
     newest: torch.Tensor
     """[R] int64: they follow this token."""
 
-    def before(self, drafts: Drafts, tokens: KnownTokens) -> Drafts:
-        """Return these instead of a speculator's, in rows that have any."""
+    def used(self, tokens: KnownTokens) -> torch.Tensor:
+        """Return which rows have any: [R] bool"""
         newest = tokens.history[tokens.slots, tokens.lengths - 1]
-        used = (self.counts > 0) & (self.newest == newest)
+        return (self.counts > 0) & (self.newest == newest)
+
+    def before(self, drafts: Drafts, used: torch.Tensor) -> Drafts:
+        """Return these instead of a speculator's, in rows that have any."""
         token_ids = torch.where(used[:, None], self.token_ids, drafts.token_ids.long())
         return drafts._replace(
             token_ids=token_ids, counts=torch.where(used, self.counts, drafts.counts.long())
@@ -270,6 +276,7 @@ class Speculation(WorkerPart):
     def routes(self, runner: ModelRunner) -> list[Route]:
         self._masks = runner.masks
         self._masks.seeks_forced = True
+        runner.sampler.rejects = self.rejects
         return [DraftedRoute(runner, self)]
 
     # ------------------------------------------------------------ verification
@@ -287,11 +294,12 @@ class Speculation(WorkerPart):
         upload = PackedUpload(self._device)
         for array in (
             logits.tokens.astype(np.int64), rows.slots[logits.rows].astype(np.int64), back,
-            starts, rows.slots[sampling].astype(np.int64),
+            starts, rows.slots[sampling].astype(np.int64), self._places(back, counts),
         ):  # fmt: skip
             upload.add(array)
-        tokens, slots, from_end, device_starts, row_slots = upload.send()
+        tokens, slots, from_end, device_starts, row_slots, places = upload.send()
         lengths = self._table.lengths[slots] - from_end
+        drafts = self._table.token_history[slots, lengths]
         return DraftedRows(
             host=DraftCounts(sampling.tolist(), counts.tolist()),
             slots_host=plan.slots,
@@ -299,10 +307,30 @@ class Speculation(WorkerPart):
             logit_tokens=tokens,
             slots=slots,
             lengths=lengths,
-            drafts=self._table.token_history[slots, lengths],
+            drafts=drafts,
             starts=device_starts,
             row_slots=row_slots,
+            drawn=self.drawn(drafts, slots, places) if self.rejects else None,
         )
+
+    def _places(self, back: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Return each position's place among its row's drafts, the most of a row at its last.
+
+        back: [L] drafts after each position; counts: [S] → [L] int64
+        """
+        order = counts.repeat(counts + 1) - back
+        return np.where(back > 0, order, self._num_drafts).astype(np.int64)
+
+    @property
+    def rejects(self) -> bool:
+        """Whether drafts are accepted by what they were drawn from, not while they are sampled."""
+        return self._passes is not None and self._passes.distributions is not None
+
+    def drawn(self, drafts: torch.Tensor, slots: torch.Tensor, places: torch.Tensor) -> DrawnDrafts:
+        """Return the drafts of L positions if `rejects`; recordable. places: as
+        `DraftDistributions.of`."""
+        assert self._passes is not None and self._passes.distributions is not None, "it rejects"
+        return self._passes.distributions.of(drafts, slots, places)
 
     def limit(self, drafted: DraftedRows, limits: torch.Tensor) -> None:
         """Let so many drafts of each row be accepted at most. limits: [S] int32"""
@@ -316,7 +344,7 @@ class Speculation(WorkerPart):
         if not any(in_turn):
             return None
         proposed = self._tables.num_proposed[drafted.row_slots]
-        return DraftPlaces(drafted.host.counts, drafted.drafts, proposed, in_turn)
+        return DraftPlaces(drafted.host.counts, drafted.drafts, proposed, in_turn, drafted.drawn)
 
     def verify(self, drafted: DraftedRows, chosen: torch.Tensor) -> torch.Tensor:
         """Accept sampled drafts, and take the others out of lengths.
@@ -393,15 +421,21 @@ class Speculation(WorkerPart):
         if self._passes is not None:
             tokens = self._passes.known(tokens, self._proposal_rows)
         drafts = None if self._speculator is None else self._proposed(tokens)
-        if forced is not None and drafts is not None:
-            drafts = forced.before(drafts, tokens)
+        used = None if forced is None else forced.used(tokens)
+        if forced is not None and used is not None and drafts is not None:
+            drafts = forced.before(drafts, used)
         if self._group.size > 1:
             drafts = self._shared(drafts, len(slots))
         if drafts is None:
             return None
-        return self._operations.keep_drafts(
+        numbers = self._operations.keep_drafts(
             drafts.token_ids, drafts.counts, tokens.slots, self._tables, self._sampling.vocab_size
         )
+        if self._passes is not None and self._passes.distributions is not None:
+            # Of what a grammar forces, no distribution is known.
+            drawn = numbers if used is None else numbers.masked_fill(used, 0)
+            self._passes.distributions.keep(drafts.token_ids, drawn, tokens.slots)
+        return numbers
 
     def _known_tokens(self, slots: Sequence[int]) -> KnownTokens:
         upload = PackedUpload(self._device)

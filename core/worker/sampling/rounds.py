@@ -18,6 +18,7 @@ import torch
 from ..packing import PackedUpload
 from .logprobs import Logprobs
 from .masks import TokenMask
+from .rejection import DrawnDrafts
 from .sampler import Sampler
 
 FIELDS = dataclasses.fields(Logprobs)
@@ -34,6 +35,8 @@ class DraftPlaces(NamedTuple):
     """[S] int: the first so many of a row's drafts may be accepted."""
     in_turn: Sequence[bool]
     """[S] Whether a row's tokens depend on its output."""
+    drawn: DrawnDrafts | None = None
+    """The drafts, if they are accepted by what they were drawn from."""
 
 
 def sample_in_rounds(
@@ -70,7 +73,8 @@ def sample_in_rounds(
     def sample(index: np.ndarray, at: torch.Tensor, used: torch.Tensor) -> None:
         host = [slots_host[position] for position in index]
         part = None if mask is None else mask.part(index)
-        tokens, logprobs = sampler.sample_eagerly(logits[at], used, host, lengths[at], part)
+        drawn = None if places.drawn is None else places.drawn.part(at)
+        tokens, logprobs = sampler.sample_eagerly(logits[at], used, host, lengths[at], part, drawn)
         chosen.index_copy_(0, at, tokens)
         if logprobs is not None:  # The next call overwrites them.
             copied = {field.name: getattr(logprobs, field.name).clone() for field in FIELDS}

@@ -18,10 +18,11 @@ from ..per_slot import PerSlot
 from .logprobs import Logprobs, row_logprobs, token_logprobs
 from .masks import TokenMask
 from .processors import Processors
+from .rejection import DrawnDrafts, leaving
 from .sampling_columns import EDITS, MOST_TOP_TOKENS, NUM_COLUMNS, Column, Flag
 from .sampling_state import SamplingState
 from .step_stages import plain_stages
-from .torch_sampler import TorchSampler
+from .torch_sampler import TorchSampler, filtered
 from .vocabulary_shard import VocabularyShard
 
 SCORED_ROWS = 256
@@ -61,6 +62,8 @@ class Sampler(PerSlot):
         self._scoring: torch.Tensor | None = None
         self.processors = processors or Processors((), state.device)
         self.in_torch = TorchSampler(state, self.processors, self._operations, logprobs_mode)
+        self.rejects = False
+        """Whether drafts may come that are accepted by what they were drawn from."""
         self.shard: VocabularyShard | None = None
         """Samples plain rows from sharded logits."""
 
@@ -129,11 +132,16 @@ class Sampler(PerSlot):
         slots: torch.Tensor,
         lengths: torch.Tensor,
         out: SampleOutputs,
+        drafts: DrawnDrafts | None = None,
     ) -> None:
         """Sample greedy rows or those with a temperature; recordable. Arguments as for
         `TorchSampler.sample`; tokens go to the history, and to `out.chosen`, -1 in bad rows.
         """
         state = self._state
+        if drafts is not None:
+            packed = state.packed.index_select(0, slots)
+            factors = packed.view(torch.float32)[:, Column.INVERSE_TEMPERATURE, None]
+            logits = leaving(logits, drafts.tokens(logits * factors, packed, lengths))
         if self._operations.samples:
             self._operations.sample(logits, slots, lengths, self._tables, out, plain=True)
             return
@@ -186,29 +194,31 @@ class Sampler(PerSlot):
         rows_host: list[int],
         lengths: torch.Tensor,
         mask: TokenMask | None = None,
+        drafts: DrawnDrafts | None = None,
     ) -> tuple[torch.Tensor, Logprobs | None]:
         """Sample any rows, not for graphs. Tokens go to the history. → chosen [R] int32, -1 in bad
-        rows; log-probabilities, if requested.
+        rows; log-probabilities, if requested. Arguments as for `TorchSampler.sample`.
 
         The next step may overwrite the result.
         """
         state = self._state
         if self.is_plain_in_torch(rows_host) and mask is None:
             out = self.outputs.first(len(rows_host))
-            self.sample_plain(logits, slots, lengths, out)
+            self.sample_plain(logits, slots, lengths, out, drafts)
             return out.chosen, None
         if not self._operations.samples:
-            sampled = self.in_torch.sample(logits, slots, rows_host, lengths, mask)
+            sampled = self.in_torch.sample(logits, slots, rows_host, lengths, mask, drafts)
             state.token_history[slots, lengths] = sampled.token_ids.int()
             return sampled.chosen, sampled.logprobs
         flags = state.asked(rows_host)
         out = self.outputs.first(len(rows_host))
         if mask is None and not flags:
-            self.sample_plain(logits, slots, lengths, out)
+            self.sample_plain(logits, slots, lengths, out, drafts)
             return out.chosen, None
-        late = bool(flags & (Flag.WIDE | Flag.PROCESSED))
-        if flags & Flag.PROCESSED:
-            self._launch_processed(logits, slots, rows_host, lengths, out, mask)
+        in_torch = bool(flags & Flag.PROCESSED) or drafts is not None
+        late = in_torch or bool(flags & Flag.WIDE)
+        if in_torch:
+            self._launch_processed(logits, slots, rows_host, lengths, out, mask, drafts)
         else:
             self._launch(logits, slots, lengths, out, mask, Flag.LOGPROBS if late else None)
         if not flags & (Flag.WIDE | Flag.LOGPROBS):
@@ -225,26 +235,33 @@ class Sampler(PerSlot):
         lengths: torch.Tensor,
         out: SampleOutputs,
         mask: TokenMask | None,
+        drafts: DrawnDrafts | None = None,
     ) -> None:
-        """Apply edits and processors, then sample."""
+        """Apply edits and processors, decide on drafts, then sample."""
         work = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         first, skip = EDITS & ~Flag.PENALTIES, Flag.LOGPROBS
         edit = self._operations.edit_logits
         edit(logits, slots, self._tables, work, edits=int(first), scale=False, grammar=_bits(mask))
         self.processors.apply(work, rows_host, slots, lengths, invariant=False)
-        if self.processors.serves(rows_host, invariant=True):
+        if drafts is not None or self.processors.serves(rows_host, invariant=True):
             edit(work, slots, self._tables, work, edits=int(Flag.PENALTIES), scale=True)
             self.processors.apply(work, rows_host, slots, lengths, invariant=True)
             skip |= EDITS | Flag.SCALED
         else:
             skip |= first
+        if drafts is not None:
+            packed = self._state.packed.index_select(0, slots)
+            scores = work
+            if self._state.asked(rows_host) & Flag.FILTER:
+                scores = filtered(work, packed)
+            work = leaving(work, drafts.tokens(scores, packed, lengths))
         self._launch(work, slots, lengths, out, None, skip)
 
     def precompile_processed(
         self, logits: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, out: SampleOutputs
     ) -> None:
-        """Launch the kernels of a step with processors, without any."""
-        if self._operations.samples and self.processors:
+        """Launch the kernels of a step with processors or drawn drafts, without any."""
+        if self._operations.samples and (self.processors or self.rejects):
             self._launch_processed(logits, slots, [], lengths, out, None)
 
     def _late_logprobs(

@@ -32,7 +32,8 @@ from .gumbel import TokenNoise
 from .logprobs import LEAST, Logprobs, row_logprobs, top_tokens
 from .masks import TokenMask
 from .processors import Processors
-from .row_chunks import chunks, put, select, table_chunks, take
+from .rejection import DrawnDrafts, leaving
+from .row_chunks import chunks, put, select, slices, table_chunks, take
 from .sampling_columns import Column, Flag
 from .sampling_state import MOST_COUNTED, SamplingState
 from .step_stages import BadWordRows, Rows, StepStages, StopRows
@@ -80,13 +81,16 @@ class TorchSampler:
         rows_host: list[int],
         lengths: torch.Tensor,
         mask: TokenMask | None = None,
+        drafts: DrawnDrafts | None = None,
     ) -> SamplerOutput:
         """Choose a token per row, after `state.upload()`.
 
         logits: [R, vocab_size], not changed; slots: [R] int64; rows_host: the same on the host;
-        lengths: [R] int32 or int64, tokens before the sampled one; mask: some rows' allowed tokens.
+        lengths: [R] int32 or int64, tokens before the sampled one; mask: some rows' allowed tokens;
+        drafts: to be accepted or rejected.
         """
-        return self.run(logits, self._state.plan(rows_host), slots, lengths, mask, rows_host)
+        stages = self._state.plan(rows_host)
+        return self.run(logits, stages, slots, lengths, mask, rows_host, drafts)
 
     def run(
         self,
@@ -96,6 +100,7 @@ class TorchSampler:
         lengths: torch.Tensor,
         mask: TokenMask | None = None,
         rows_host: Sequence[int] = (),
+        drafts: DrawnDrafts | None = None,
     ) -> SamplerOutput:
         """As `sample`, with known stages; rows_host: for processors."""
         state = self._state
@@ -111,7 +116,11 @@ class TorchSampler:
             best, token_ids = processed.max(dim=-1)
             bad_rows = best.isfinite().logical_not_()
         else:
-            token_ids, bad_rows = self._choose(processed, stages, packed, lengths)
+            choices = processed
+            if drafts is not None:
+                scores = self._filtered(processed, stages, packed)
+                choices = leaving(processed, drafts.tokens(scores, packed, lengths))
+            token_ids, bad_rows = self._choose(choices, stages, packed, lengths)
         token_ids = token_ids.masked_fill(bad_rows, 0)
         if stages.penalties is not None:
             rows = stages.penalties
@@ -253,7 +262,7 @@ class TorchSampler:
             for rows in () if group is None else chunks(group, out):
                 part, settings = take(out, rows), take(floats, rows)
                 top_k = take(packed, rows)[:, Column.TOP_K]
-                values, ids = _kept(part, top_k, settings, k)
+                values, ids = kept(part, top_k, settings, k)
                 put(out, rows, torch.full_like(part, -_INF).scatter_(1, ids, values))
         if stages.any_min_p:
             least = out.amax(dim=-1, keepdim=True) + floats[:, Column.LOG_MIN_P, None]
@@ -282,13 +291,23 @@ class TorchSampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose among the k largest, filtered."""
         peak = scaled.amax(dim=-1, keepdim=True)
-        values, ids = _kept(scaled, top_k, floats, k)
+        values, ids = kept(scaled, top_k, floats, k)
         values.sub_(self.noise.exponential(keys, ids).log_())
         place = values.argmax(dim=-1, keepdim=True)
         return ids.gather(1, place).squeeze(1), peak.squeeze(1).isfinite().logical_not_()
 
 
-def _kept(
+def filtered(scaled: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """Return scaled [R, V], tokens that the rows' top_k, top_p and min_p leave out at -inf."""
+    floats, out = packed.view(torch.float32), torch.full_like(scaled, -_INF)
+    for rows in slices(*scaled.shape):
+        top_k = packed[rows, Column.TOP_K]
+        values, ids = kept(scaled[rows], top_k, floats[rows], scaled.shape[1])
+        out[rows].scatter_(1, ids, values)
+    return out
+
+
+def kept(
     scaled: torch.Tensor, top_k: torch.Tensor, floats: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k largest of scaled [R, V], those that filters leave out at -inf, and their ids:

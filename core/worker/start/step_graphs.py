@@ -100,6 +100,7 @@ class Variant:
                     batch=batch,
                     sampler=runner.sampler,
                     verified=speculation.verified,
+                    drawn=speculation.drawn if speculation.rejects else None,
                     record=record,
                     max_tokens=max_tokens,
                     num_drafts=num_drafts,

@@ -305,6 +305,7 @@ async def test_no_speculator_changes_the_tokens(
     [
         ("torch", "ngram"),
         ("torch", "draft_model"),
+        ("torch", "rejection"),
         pytest.param("triton", "ngram", marks=pytest.mark.slow),
     ],
 )
@@ -364,6 +365,9 @@ async def test_recorded_forward_passes_and_kernels_give_the_same(
     if operations == "triton":
         few = greedy(temperature=0.9, allowed_token_ids=list(FEW), top_k=2, logprobs=2)
         asked.append(([7, 8, 9] * 2, few))
+    if method == "rejection":  # A seed does not say which tokens are chosen: others are certain.
+        certain = greedy(temperature=0.9, seed=4, max_tokens=10, top_k=1)
+        asked[2:] = [([5] * 6, certain), ([5] * 6, greedy(temperature=0.001, max_tokens=10))]
     shared: dict[str, Any] = {
         "max_model_len": 40, "max_num_seqs": 3, "max_num_batched_tokens": 32, "block_size": 8,
         "attention_backend": "triton", "num_gpu_blocks_override": 40,
@@ -371,13 +375,15 @@ async def test_recorded_forward_passes_and_kernels_give_the_same(
     plain, _ = await serve(config_of(folders("gemma3"), **shared), asked)
     shared |= {"operations": operations, "executor": "recording"}
     speculative: dict[str, Any] = NGRAM
-    if method == "draft_model":  # What it reads of a step is kept by the recorded one.
+    if method != "ngram":  # What it reads of a step is kept by the recorded one.
         model = str(folders("gemma3"))
-        speculative = {"method": method, "model": model, "num_speculative_tokens": 4}
+        speculative = {"method": "draft_model", "model": model, "num_speculative_tokens": 4}
+    if method == "rejection":
+        speculative["rejection_sample_method"] = "standard"
     config = config_of(folders("gemma3"), **shared, speculative_config=speculative)
     drafted, stats = await serve(config, asked, plugins)
     assert drafted == plain
-    if method == "draft_model":
+    if method != "ngram":
         assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens
     assert stats.spec_decode_num_accepted_tokens > 0
     counts = RecordingExecutor.counts
@@ -496,7 +502,9 @@ def test_drafts_leave_the_distribution_as_it_is() -> None:
         ({**NGRAM, "method": "medusae"}, "speculative_config"),
         ({**NGRAM, "prompt_lookup_min": 4}, "speculative_config"),
         ({**NGRAM, "prompt_lookup_max": 0}, "speculative_config"),
-        ({**NGRAM, "draft_sample_method": "greedy"}, "speculative_config.draft_sample_method"),
+        ({**NGRAM, "fly_window_size": 2}, "speculative_config.fly_window_size"),
+        ({**NGRAM, "rejection_sample_method": "block"}, "speculative_config"),
+        ({**NGRAM, "draft_sample_method": "gumbel"}, "speculative_config"),
         ("ngram", "speculative_config"),
     ],
 )
