@@ -103,6 +103,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     """Whether all completions have ended; the last output of a stream."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
+    media_tokens: dict[str, int] = {}
+    """Modality → prompt tokens that stand for its items."""
     timings: RequestTimings
     """When what happened."""
     error: str | None = None

@@ -472,13 +472,7 @@ def save(architecture: str, folder: Path, **changes: Any) -> Any:
     torch.manual_seed(7)
     config = {**copy.deepcopy(family.config), **changes}
     model = kind(kind.config_class(**config)).float().eval()
-    with torch.no_grad():
-        for _name, parameter in model.named_parameters():
-            # Gains and biases that are all alike would hide faults of scale.
-            if parameter.dim() > 1 and not parameter.any():
-                parameter.normal_(0, 0.2)
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+    randomize(model)
     model.save_pretrained(folder)
     template = TEMPLATE.replace("PICTURE", family.written)
     tokenizer_with(family.specials, template, family.names).save_pretrained(folder)
@@ -486,6 +480,17 @@ def save(architecture: str, folder: Path, **changes: Any) -> Any:
     if hasattr(processor := family.reference(folder), "save_pretrained"):
         processor.save_pretrained(folder)
     return model
+
+
+def randomize(model: Any) -> None:
+    """Change what is alike in a new model."""
+    with torch.no_grad():
+        for _name, parameter in model.named_parameters():
+            # Gains and biases that are all alike would hide faults of scale.
+            if parameter.dim() > 1 and not parameter.any():
+                parameter.normal_(0, 0.2)
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
 
 
 def picture(seed: int, width: int = 96, height: int = 72) -> Image.Image:

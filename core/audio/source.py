@@ -42,9 +42,18 @@ def _samples(data: Any, sampling_rate: int) -> np.ndarray:
             "(over HTTP: /v1/audio/transcriptions)",
             param=FIELD,
         )
-    audio, rate = data["audio"], sampling_rate
+    audio = data["audio"]
     if isinstance(audio, list) and len(audio) == 1:
         (audio,) = audio
+    return samples_of(audio, sampling_rate, f"{FIELD}.audio", FIELD)
+
+
+def samples_of(
+    audio: Any, sampling_rate: int, field: str, param: str, max_seconds: float | None = None
+) -> np.ndarray:
+    """Return samples, or (samples, sampling rate), at a model's rate: [n] float32. max_seconds: of
+    what is resampled. Raises InvalidRequest."""
+    rate: Any = sampling_rate
     if isinstance(audio, tuple) and len(audio) == 2:
         audio, rate = audio
     try:
@@ -54,10 +63,21 @@ def _samples(data: Any, sampling_rate: int) -> np.ndarray:
         sound = False
     if not sound or not np.isfinite(samples).all():
         raise InvalidRequest(
-            f"{FIELD}.audio: must be samples of one channel, a one-dimensional array of finite "
+            f"{field}: must be samples of one channel, a one-dimensional array of finite "
             "floats in -1 to 1, or (samples, sampling rate)",
-            param=FIELD,
+            param=param,
         )
     if isinstance(rate, bool) or not isinstance(rate, int | float | np.number) or not rate > 0:
-        raise InvalidRequest(f"{FIELD}.audio: no sampling rate: {shown(rate)}", param=FIELD)
-    return resampled(samples.astype(np.float32), float(rate), sampling_rate, FIELD)
+        raise InvalidRequest(f"{field}: no sampling rate: {shown(rate)}", param=param)
+    if max_seconds is not None:
+        check_seconds(len(samples) / float(rate), max_seconds, field, param)
+    return resampled(samples.astype(np.float32), float(rate), sampling_rate, param)
+
+
+def check_seconds(seconds: float, most: float, field: str, param: str) -> None:
+    """Raise InvalidRequest for a recording that is too long."""
+    if seconds > most:
+        raise InvalidRequest(
+            f"{field}: the recording has more than {most:g} s, which is the most that is read",
+            param=param,
+        )

@@ -1,4 +1,4 @@
-"""Media (pictures) in prompts: how many, from where, and how they are processed."""
+"""Media (pictures, recordings) in prompts: how many, from where, and how they are processed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ DEFAULT_LIMIT = 64
 
 
 class MediaOptions(AdapterOptions, frozen=True, kw_only=True):
-    """Media (pictures) in prompts: how many, from where, and how they are processed."""
+    """Media (pictures, recordings) in prompts: how many, from where, and how they are processed."""
 
     limit_mm_per_prompt: Annotated[
         dict[str, int],
         doc(
-            'Most items of a modality per prompt: {"image": 4}; {"image": 0} does not load the '
-            f"encoder, and serves text alone. Default: {DEFAULT_LIMIT}."
+            'Most items of a modality per prompt: {"image": 4, "audio": 1}; with 0 for all of a '
+            f"model's, its encoder is not loaded. Default: {DEFAULT_LIMIT}."
         ),
     ] = {}
     language_model_only: Annotated[
@@ -36,12 +36,12 @@ class MediaOptions(AdapterOptions, frozen=True, kw_only=True):
     ] = None
     allowed_local_media_path: Annotated[
         str,
-        doc("Folder from which requests may read pictures, as file:// URLs; empty: from none."),
+        doc("Folder from which requests may read media, as file:// URLs; empty: from none."),
     ] = ""
     allowed_media_domains: Annotated[
         tuple[str, ...],
         doc(
-            "Hosts from which requests may let the server fetch pictures, by http and https; * "
+            "Hosts from which requests may let the server fetch media, by http and https; * "
             "allows all hosts with public addresses. Default: none."
         ),
     ] = ()

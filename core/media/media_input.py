@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from ..config import EngineConfig
-from ..errors import ConfigError, EngineOverloaded, InvalidRequest, JackfieldError
+from ..errors import ConfigError, EngineOverloaded, InvalidRequest
 from ..loading.model_config import MediaConfig, ModelConfig
-from ..parts.media import MediaContent, MediaItem, MediaTensor
-from ..protocols.media import MediaModel, MediaProcessor, MediaSetup, ProcessedMedia
+from ..parts.media import MediaContent, MediaItem
+from ..protocols.media import MediaModel, MediaSetup
 from ..registry import Plugins
 from ..text.chat_template import Placeholder
 from ..text.tokenizer import Tokenizer
-from .fetch import MediaFetcher
-from .images import converted, decode_image, from_array
+from .fetch import LARGE, MediaFetcher
+from .readers import READERS, Reader
 from .sources import MediaSource
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 THREADS = 2
-"""That decode and process; so many decoded pictures are in memory at once."""
+"""That decode and process; so many decoded items are in memory at once."""
 MAX_WAITING_BYTES = 256 << 20
 """Most bytes of encoded items that wait for a thread; beyond, requests are refused (503)."""
 MAX_BYTES = 4 << 30
@@ -64,7 +58,8 @@ class MediaInput:
         self._tokenizer = tokenizer
         self._fetcher = MediaFetcher(config.allowed_local_media_path, config.allowed_media_domains)
         self._threads = ThreadPoolExecutor(THREADS, "jackfield-media")
-        self._processor: MediaProcessor | None = None
+        self._readers: Mapping[str, Reader] = {}
+        """By modality, once started."""
         self._waiting_bytes = 0
         self._live_bytes = 0
         self._freed: deque[int] = deque()
@@ -76,25 +71,33 @@ class MediaInput:
         """Likewise, while it is made: once for all who wait."""
 
     async def start(self) -> dict[str, Placeholder]:
-        """Create the processor; return what stands for items in texts. Raises ConfigError."""
+        """Create the processors; return what stands for items in texts. Raises ConfigError."""
         loop = asyncio.get_running_loop()
-        processor = self._processor = await loop.run_in_executor(self._threads, self._make)
-        if self._tokenizer is None:
+        self._readers = await loop.run_in_executor(self._threads, self._make)
+        tokenizer = self._tokenizer
+        if tokenizer is None:
             return {}
-        text = self._tokenizer.backend.id_to_token(processor.placeholder_id)
-        if text is None:
-            raise ConfigError(
-                f"model: its tokenizer has no token {processor.placeholder_id}, which stands for "
-                "pictures",
-                param="model",
-            )
-        return {"image": Placeholder(text, *processor.around)}
+        placeholders = {}
+        for modality, reader in self._readers.items():
+            processor = reader.processor
+            text = tokenizer.backend.id_to_token(processor.placeholder_id)
+            if text is None:
+                raise ConfigError(
+                    f"model: its tokenizer has no token {processor.placeholder_id}, which stands "
+                    f"for {reader.noun}s",
+                    param="model",
+                )
+            placeholders[modality] = Placeholder(text, *processor.around)
+        return placeholders
 
-    def _make(self) -> MediaProcessor:
+    def _make(self) -> dict[str, Reader]:
         registry = self._plugins["media_model"]
         kind: type[MediaModel] = registry.load(self._name)
         with registry.calling(self._name, "processor"):
-            return kind.processor(self._setup)
+            return {
+                modality: READERS[modality](kind.processor(self._setup, modality))
+                for modality in self.modalities
+            }
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -120,17 +123,18 @@ class MediaInput:
                 task.cancel()
 
     async def _content(self, source: MediaSource) -> MediaContent:
-        value, field = source.value, source.field
+        value, (modality, _, field) = source.value, source
         if isinstance(value, str):
-            value = await self._fetcher.read(value, field)
+            value = await self._fetcher.read(value, field, modality)
+        read = functools.partial(self._read, modality, value, field)
         if not isinstance(value, bytes | bytearray | memoryview):
-            return await self._on_thread(0, functools.partial(self._processed, value, field))
-        key = blake2b(value, digest_size=32).digest()
+            return await self._on_thread(0, read)
+        key = await self._hashed(value, modality)
         if (kept := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
             return kept
         if (making := self._making.get(key)) is None:
-            work = self._on_thread(len(value), functools.partial(self._processed, value, field))
+            work = self._on_thread(len(value), read)
             making = self._making[key] = asyncio.ensure_future(work)
             making.add_done_callback(functools.partial(self._made, key))
         try:
@@ -140,6 +144,14 @@ class MediaInput:
             # The error may name the field of another request that sent the same.
             name = error.param or ""
             raise InvalidRequest(str(error).replace(name, field, 1), param=field) from None
+
+    async def _hashed(self, value: bytes | bytearray | memoryview, modality: str) -> bytes:
+        """Return the key of what was sent."""
+
+        def key() -> bytes:
+            return blake2b(value, digest_size=32, person=modality.encode()).digest()
+
+        return key() if len(value) < LARGE else await asyncio.to_thread(key)
 
     def _made(self, key: bytes, made: asyncio.Future[MediaContent]) -> None:
         del self._making[key]
@@ -153,13 +165,12 @@ class MediaInput:
 
     async def _on_thread(self, size: int, work: Any) -> MediaContent:
         if self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES:
-            raise EngineOverloaded("too many pictures wait to be decoded; try again later")
+            raise EngineOverloaded("too many items wait to be decoded; try again later")
         while self._freed:
             self._live_bytes -= self._freed.popleft()
         if self._live_bytes > MAX_BYTES:
             raise EngineOverloaded(
-                f"unfinished requests have {self._live_bytes >> 20} MiB of pictures; try again "
-                "later"
+                f"unfinished requests have {self._live_bytes >> 20} MiB of media; try again later"
             )
         self._waiting_bytes += size
         try:
@@ -173,37 +184,18 @@ class MediaInput:
 
     # ------------------------------------------------------------ on a thread
 
-    def _processed(self, value: Any, field: str) -> MediaContent:
-        """Decode and process a picture. Raises InvalidRequest."""
-        image = _image(value, field)
-        processor = self._processor
-        assert processor is not None, "started"
-        try:
-            processed = processor.image(image)
-        except JackfieldError:
-            raise
-        except Exception as error:  # Processors stumble over sizes in many ways.
-            raise InvalidRequest(
-                f"{field}: a picture of {image.width} x {image.height} pixels cannot be processed "
-                f"({type(error).__name__}: {error})",
-                param=field,
-            ) from None
-        content = _content_of(processed, self._digest(image, processor.fingerprint))
+    def _read(self, modality: str, value: Any, field: str) -> MediaContent:
+        """Decode and process an item. Raises InvalidRequest."""
+        reader = self._readers[modality]
+        content = reader.content(value, field)
         count = len(content.token_ids)
         if self._whole_spans and self._most_tokens is not None and count > self._most_tokens:
             raise InvalidRequest(
-                f"{field}: the picture takes {count} tokens, and a step of this server has "
+                f"{field}: the {reader.noun} takes {count} tokens, and a step of this server has "
                 f"{self._most_tokens} (max_num_batched_tokens)",
                 param=field,
             )
         return content
-
-    @staticmethod
-    def _digest(image: Image, fingerprint: str) -> str:
-        """Return the hash of pixels, their shape and mode, and of the processor's options."""
-        hasher = blake2b(repr(("image", image.mode, image.size, fingerprint)).encode())
-        hasher.update(image.tobytes())
-        return hasher.hexdigest()[:64]
 
     # ------------------------------------------------------------ prompts
 
@@ -212,64 +204,50 @@ class MediaInput:
     ) -> tuple[list[int], tuple[MediaItem, ...]]:
         """Put what stands for items in the place of placeholders. Raises InvalidRequest if there
         are not as many of them."""
-        assert self._processor is not None, "started"
-        placeholder = self._processor.placeholder_id
-        places = [place for place, token in enumerate(token_ids) if token == placeholder]
-        if len(places) != len(contents):
-            name = ""
-            if self._tokenizer is not None:
-                name = f" {self._tokenizer.backend.id_to_token(placeholder)}"
-            raise InvalidRequest(
-                f"{field}: has {len(places)} placeholders{name} for {len(contents)} pictures",
-                param=field,
-            )
+        waiting = {name: deque[MediaContent]() for name in self.modalities}
+        for content in contents:
+            waiting[content.modality].append(content)
+        modality_of = {
+            reader.processor.placeholder_id: name for name, reader in self._readers.items()
+        }
+        places = [
+            (place, modality_of[token])
+            for place, token in enumerate(token_ids)
+            if token in modality_of
+        ]
+        self._check_counts(places, waiting, field)
         expanded: list[int] = []
         items: list[MediaItem] = []
         done = 0
-        for place, content in zip(places, contents, strict=True):
+        for place, modality in places:
+            content = waiting[modality].popleft()
             expanded += token_ids[done:place]
             items.append(MediaItem(len(expanded), content))
             expanded += content.token_ids
             done = place + 1
         return [*expanded, *token_ids[done:]], tuple(items)
 
+    def _check_counts(
+        self,
+        places: Sequence[tuple[int, str]],
+        waiting: Mapping[str, Sequence[MediaContent]],
+        field: str,
+    ) -> None:
+        """Raise InvalidRequest unless each modality has as many placeholders as items."""
+        for modality, contents in waiting.items():
+            reader = self._readers[modality]
+            count = sum(name == modality for _, name in places)
+            if count == len(contents):
+                continue
+            token = ""
+            if self._tokenizer is not None:
+                name = self._tokenizer.backend.id_to_token(reader.processor.placeholder_id)
+                token = f" {name}"
+            raise InvalidRequest(
+                f"{field}: has {count} placeholders{token} for {len(contents)} {reader.noun}s",
+                param=field,
+            )
+
 
 def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
-
-
-def _image(value: Any, field: str) -> Image:
-    """Return a picture in RGB. Raises InvalidRequest."""
-    if isinstance(value, bytes | bytearray | memoryview):
-        return decode_image(bytes(value), field)
-    if hasattr(value, "convert") and hasattr(value, "size"):
-        return converted(value, field)
-    if hasattr(value, "__array__"):
-        return from_array(value, field)
-    raise InvalidRequest(
-        f"{field}: must be a URL, bytes, a picture of Pillow or an array, got "
-        f"{type(value).__name__}",
-        param=field,
-    )
-
-
-def _content_of(processed: ProcessedMedia, digest: str) -> MediaContent:
-    tokens = processed.token_ids
-    embedded = [True] * len(tokens) if processed.embedded is None else processed.embedded
-    runs, start = [], 0
-    for is_embedded, group in itertools.groupby(embedded):
-        count = sum(1 for _ in group)
-        if is_embedded:
-            runs.append((start, count))
-        start += count
-    tensors: Mapping[str, np.ndarray] = processed.tensors
-    return MediaContent(
-        modality="image",
-        digest=digest,
-        token_ids=tuple(map(int, tokens)),
-        runs=tuple(runs),
-        tensors={
-            name: MediaTensor.of(np.ascontiguousarray(value)) for name, value in tensors.items()
-        },
-        grid=processed.grid,
-    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..errors import InvalidRequest, shown
 
 TEXTS = frozenset({"text", "refusal"})
@@ -19,9 +21,9 @@ PARTS = {
 class MediaPart(dict[str, Any]):
     """A part of content whose request calls it otherwise than by its place in the messages."""
 
-    def __init__(self, url: str, field: str, kind: str) -> None:
+    def __init__(self, url: str, field: str, kind: str, modality: str = "image") -> None:
         """field: what the request calls it, for errors; kind: its type there."""
-        super().__init__(type="image_url", image_url=url)
+        super().__init__({"type": f"{modality}_url", f"{modality}_url": url})
         self.field, self.kind = field, kind
 
 
@@ -30,7 +32,8 @@ class MediaSource(NamedTuple):
 
     modality: str
     value: Any
-    """A URL, bytes, a picture of Pillow, or an array."""
+    """A URL, bytes, or what is decoded: a picture of Pillow, an array, or samples with their
+    rate."""
     field: str
     """What the request calls it, for errors."""
 
@@ -77,16 +80,27 @@ def split(
 
 def _source(part: Mapping[str, Any], kind: str, modality: str, field: str) -> MediaSource:
     """Return the source of a part. Raises InvalidRequest."""
-    name = next((name for name in ("image_url", kind, "url") if name in part), kind)
+    names = (f"{modality}_url", kind, modality, "url")
+    name = next((name for name in names if name in part), kind)
     value = part.get(name)
     if isinstance(part, MediaPart):
         return MediaSource(modality, value, field)
     field = f"{field}.{name}"
     if isinstance(value, Mapping):
-        value, field = value.get("url"), f"{field}.url"
+        given = "data" if name == "input_audio" else "url"
+        value, field = value.get(given), f"{field}.{given}"
+        if given == "data" and isinstance(value, str) and value:
+            value = data_url(value, modality)
     if value is None or (isinstance(value, str) and not value):
-        raise InvalidRequest(f"{field}: is missing; give a URL (data:…;base64,…)", param=field)
+        raise InvalidRequest(
+            f"{field}: is missing; give a URL (data:{modality}/…;base64,…)", param=field
+        )
     return MediaSource(modality, value, field)
+
+
+def data_url(data: str, modality: str) -> str:
+    """Return the URL of content in base64; its format is found by what it contains."""
+    return f"data:{modality}/*;base64,{data}"
 
 
 def of_prompt(data: Any, modalities: Sequence[str]) -> list[MediaSource]:
@@ -103,10 +117,17 @@ def of_prompt(data: Any, modalities: Sequence[str]) -> list[MediaSource]:
                 f"{' and '.join(('text', *modalities))}",
                 param=field,
             )
-        many = isinstance(items, list | tuple)
+        many = isinstance(items, list | tuple) and not _is_sampled(items)
         for number, item in enumerate(items if many else [items]):
             name = f"{field}.{modality}[{number}]" if many else f"{field}.{modality}"
             if item is None:
                 raise InvalidRequest(f"{name}: is missing", param=name)
             sources.append(MediaSource(modality, item, name))
     return sources
+
+
+def _is_sampled(item: Any) -> bool:
+    """Return whether an item is (samples, their rate)."""
+    return (
+        isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], int | float | np.number)
+    )

@@ -1,4 +1,4 @@
-"""Media: pictures in prompts, what stands for them there, and which are encoded with a plan."""
+"""Media: items in prompts, what stands for them there, and which are encoded with a plan."""
 
 from __future__ import annotations
 
@@ -110,6 +110,15 @@ class MediaPlan(PartPlan, frozen=True):
     """Digests of outputs; before `encode`."""
     drop_all: bool = False
     """An earlier plan failed, so that what it should have encoded is not known to be there."""
+
+
+def tokens_by_modality(media: RequestMedia | None) -> dict[str, int]:
+    """Return how many tokens of a prompt stand for items, by modality."""
+    counts: dict[str, int] = {}
+    for item in () if media is None else media.items:
+        modality = item.content.modality
+        counts[modality] = counts.get(modality, 0) + len(item.content.token_ids)
+    return counts
 
 
 def late_extras(items: Sequence[MediaItem]) -> tuple[tuple[int, str], ...]:

@@ -33,6 +33,8 @@ from .latent_attention import ChosenTokens, LatentAttentionBackend, LatentAttent
 from .loaders import CheckpointFormat, WeightLoader
 from .logits_processors import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
 from .media import (
+    AudioProcessor,
+    ImageProcessor,
     MediaEncoder,
     MediaModel,
     MediaProcessor,
@@ -77,6 +79,7 @@ __all__ = [
     "ArgumentForm",
     "AttentionBackend",
     "AttentionSpec",
+    "AudioProcessor",
     "BackendSetup",
     "CallForm",
     "CallText",
@@ -99,6 +102,7 @@ __all__ = [
     "GrammarBackend",
     "GrammarMatcher",
     "GrammarSpec",
+    "ImageProcessor",
     "KVCompressor",
     "KVConnector",
     "KVConnectorScheduler",

@@ -46,7 +46,8 @@ class ProcessedMedia:
 
 
 class MediaProcessor(Protocol):
-    """Turns decoded items into tensors and tokens. Used by several threads at once."""
+    """Turns decoded items of one modality into tensors and tokens: an `ImageProcessor` or
+    `AudioProcessor`. Used by several threads at once."""
 
     placeholder_id: int
     """The token by which a prompt says where an item stands."""
@@ -55,8 +56,25 @@ class MediaProcessor(Protocol):
     fingerprint: str
     """Of all options that change the tensors."""
 
+
+class ImageProcessor(MediaProcessor, Protocol):
+    """Processes pictures."""
+
     def image(self, image: Image) -> ProcessedMedia:
         """Process a picture in RGB. Raises ValueError for one that it cannot take."""
+
+
+class AudioProcessor(MediaProcessor, Protocol):
+    """Processes recordings."""
+
+    sampling_rate: int
+    """Of the samples that it takes, per second."""
+    max_samples: int | None
+    """Of a recording; None: as many as the server decodes."""
+
+    def audio(self, samples: np.ndarray) -> ProcessedMedia:
+        """Process samples of one channel, [n] float32. Raises ValueError for those that it cannot
+        take."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +88,8 @@ class RopeSections:
 
 
 class MediaEncoder(Protocol):
-    """Encodes items on the device. A `torch.nn.Module`, part of the model; see `MediaModel`."""
+    """Encodes items of all modalities on the device, each by what its processor has returned. A
+    `torch.nn.Module`, part of the model; see `MediaModel`."""
 
     weight_map: WeightMap
     """Its `own` says which of the checkpoint's tensors are the encoder's, and gives their names
@@ -102,7 +121,7 @@ class MediaModel(Protocol):
     architecture (`Registry.add_text_part`)."""
 
     modalities: ClassVar[tuple[str, ...]]
-    """Of items: "image"."""
+    """Of items: "image", "audio"."""
 
     @classmethod
     def spans(cls, setup: MediaSetup) -> Spans | None:
@@ -113,8 +132,8 @@ class MediaModel(Protocol):
         """Return why this checkpoint's media cannot be served, in one clause; None: they can."""
 
     @classmethod
-    def processor(cls, setup: MediaSetup) -> MediaProcessor:
-        """Create the processor. Blocks."""
+    def processor(cls, setup: MediaSetup, modality: str) -> MediaProcessor:
+        """Create the processor of a modality. Blocks."""
 
     @classmethod
     def encoder(cls, setup: MediaSetup, build: BuildContext) -> MediaEncoder:

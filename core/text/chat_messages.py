@@ -172,7 +172,7 @@ def _check_content(
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(kind, str) and kind in modalities:
-            parts.append({"type": kind})
+            parts.append(item_part(kind))
             continue
         field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         if field is None:
@@ -187,6 +187,12 @@ def _check_content(
             )
         parts.append({"type": "text", "text": part[field]})
     return parts
+
+
+def item_part(modality: str) -> dict[str, str]:
+    """Return the part that stands for an item in what templates read; some ask for its type, some
+    for a key of that name."""
+    return {"type": modality, modality: ""}
 
 
 def _check_calls(calls: Any, path: str) -> list[dict[str, Any]]:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from jinja2 import nodes
 
+from .chat_messages import item_part
+
 _WORD = "jackdaw"
 """Content in the small conversations."""
 _ID = "a1b2c3d4e"
@@ -63,7 +65,7 @@ class TemplateTraits:
         key = f"{role} {modality} {placeholder}"
         if key not in self._items:
             message = {"role": role, **(_OF_TOOL if role in ("tool", "function") else {})}
-            part = {"type": modality}
+            part = item_part(modality)
             text = self._around({**message, "content": [part, *_parts(_WORD), part]})
             plain = self._around({**message, "content": _parts(_WORD)}) or ""
             written = text is not None and _WORD in text

@@ -130,7 +130,7 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
 }
 """Flag → number of values, and why it is unnecessary."""
 
-_PICTURES = "of media, pictures alone are read yet: see --limit-mm-per-prompt"
+_PICTURES = "of media, pictures and recordings are read yet: see --limit-mm-per-prompt"
 _GPUS = (
     "ranks divide layers (--tensor-parallel-size), and engines share the requests "
     "(--data-parallel-size), on one host or on those of a Ray cluster (--executor ray)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -117,6 +117,14 @@ def draft_details(drafts: DraftUsage | None) -> dict[str, int]:
     }
 
 
+NO_MEDIA: Mapping[str, int] = {}
+
+
+def media_details(media: Mapping[str, int]) -> dict[str, int]:
+    """Return OpenAI's counts of a prompt's tokens by modality, of which it has `audio_tokens`."""
+    return {f"{modality}_tokens": count for modality, count in media.items()}
+
+
 def usage(
     prompt: int,
     completion: int,
@@ -124,13 +132,16 @@ def usage(
     reasoning: int | None = None,
     compression: KVCompressionUsage | None = None,
     drafts: DraftUsage | None = None,
+    media: Mapping[str, int] = NO_MEDIA,
 ) -> dict[str, Any]:
-    """Return OpenAI's usage object in tokens, with `kv_cache_details` for compacted caches."""
+    """Return OpenAI's usage object in tokens, with `kv_cache_details` for compacted caches.
+
+    media: modality → tokens of the prompt."""
     fields: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached, **media_details(media)},
     }
     details = {} if reasoning is None else {"reasoning_tokens": reasoning}
     if details := details | draft_details(drafts):

@@ -1,4 +1,4 @@
-"""`MediaModelKit`: whether a media model's processor and encoder agree with each other.
+"""`MediaModelKit`: whether a media model's processors and encoder agree with each other.
 
 class TestMine(MediaModelKit):
     name = "MineForConditionalGeneration"         # as registered
@@ -10,6 +10,7 @@ class TestMine(MediaModelKit):
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,25 @@ from ...core.protocols.media import MediaSetup, ProcessedMedia
 from .kit import Kit
 
 SIZES = ((40, 32), (32, 40), (64, 64), (200, 24), (17, 90))
-"""Widths and heights of pictures."""
+"""Widths and heights of pictures; recordings have as many hundredths of the longest."""
+SECONDS = 2.0
+"""Of the longest recording, if the model takes it."""
+
+
+def process(processor: Any, modality: str, size: tuple[int, int], seed: int = 0) -> ProcessedMedia:
+    """Return an item of a size as a processor of a modality makes it."""
+    processed: ProcessedMedia
+    if modality == "audio":
+        processed = processor.audio(recording(processor, size[1], seed))
+    else:
+        processed = processor.image(picture(*size, seed))
+    return processed
+
+
+def recording(processor: Any, hundredths: int, seed: int) -> Any:
+    most = int(SECONDS * processor.sampling_rate)
+    count = min(most, processor.max_samples or most) * hundredths // 100
+    return np.random.default_rng(seed).normal(0, 0.1, count).astype(np.float32)
 
 
 def picture(width: int, height: int, seed: int = 0) -> Any:
@@ -45,7 +64,7 @@ class MediaModelKit(Kit):
     @classmethod
     def write(cls, folder: Path) -> None:
         """Write a small checkpoint into an empty folder, with random weights and the files of its
-        image processor and tokenizer."""
+        processors and tokenizer."""
         pytest.skip("the kit was not told how to write a checkpoint: give it write")
 
     @pytest.fixture(scope="class")
@@ -65,8 +84,10 @@ class MediaModelKit(Kit):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def processor(cls, model_config: ModelConfig) -> Any:
-        return cls.registered().processor(cls.setup_of(model_config))
+    def processors(cls, model_config: ModelConfig) -> dict[str, Any]:
+        """Return the processor of each modality."""
+        media, setup = cls.registered(), cls.setup_of(model_config)
+        return {each: media.processor(setup, each) for each in media.modalities}
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -104,39 +125,45 @@ class MediaModelKit(Kit):
         assert model_config.media.modalities == tuple(self.registered().modalities)
 
     def test_each_embedded_token_has_a_row(
-        self, processor: Any, encoder: Any, model_config: ModelConfig
+        self, processors: dict[str, Any], encoder: Any, model_config: ModelConfig
     ) -> None:
         width = (1 + encoder.num_levels) * model_config.hidden_size
-        for size in SIZES:
-            item = processor.image(picture(*size))
+        for modality, size in itertools.product(processors, SIZES):
+            item = process(processors[modality], modality, size)
             embedded = [True] * len(item.token_ids) if item.embedded is None else item.embedded
             assert len(embedded) == len(item.token_ids) > 0
             assert all(0 <= token < model_config.vocab_size for token in item.token_ids)
             [rows] = self.encode(encoder, item)
-            assert rows.shape == (sum(embedded), width), size
+            assert rows.shape == (sum(embedded), width), (modality, size)
             assert torch.isfinite(rows).all()
 
-    def test_tensors_depend_on_the_picture_alone(self, processor: Any) -> None:
-        first, again = (processor.image(picture(48, 48, 1)) for _ in range(2))
-        assert list(first.token_ids) == list(again.token_ids) and first.grid == again.grid
-        for name, value in first.tensors.items():
-            assert np.array_equal(value, again.tensors[name]), name
-        other = processor.image(picture(48, 48, 2))
-        assert any(not np.array_equal(v, other.tensors[n]) for n, v in first.tensors.items())
+    def test_tensors_depend_on_the_item_alone(self, processors: dict[str, Any]) -> None:
+        for modality, processor in processors.items():
+            first, again, other = (process(processor, modality, (48, 48), s) for s in (1, 1, 2))
+            assert list(first.token_ids) == list(again.token_ids) and first.grid == again.grid
+            for name, value in first.tensors.items():
+                assert np.array_equal(value, again.tensors[name]), name
+            assert any(not np.array_equal(v, other.tensors[n]) for n, v in first.tensors.items())
 
-    def test_pictures_together_are_encoded_as_alone(self, processor: Any, encoder: Any) -> None:
-        items = [processor.image(picture(*size, seed)) for seed, size in enumerate(SIZES)]
+    def test_items_together_are_encoded_as_alone(
+        self, processors: dict[str, Any], encoder: Any
+    ) -> None:
+        items = [
+            process(processor, modality, size, seed)
+            for modality, processor in processors.items()
+            for seed, size in enumerate(SIZES)
+        ]
         for item, rows in zip(items, self.encode(encoder, *items), strict=True):
             [alone] = self.encode(encoder, item)
             assert torch.allclose(rows, alone, atol=1e-5)
 
-    def test_positions_of_a_prompt(self, processor: Any, encoder: Any) -> None:
-        """Words before, between and after pictures turn by positions that go on by one."""
+    def test_positions_of_a_prompt(self, processors: dict[str, Any], encoder: Any) -> None:
+        """Words before, between and after items turn by positions that go on by one."""
         if encoder.rope is None:
             pytest.skip("it turns by positions in the sequence")
         items, start = [], 3
-        for seed, size in enumerate(SIZES[:2]):
-            made = processor.image(picture(*size, seed))
+        for seed, (modality, size) in enumerate(itertools.product(processors, SIZES[:2])):
+            made = process(processors[modality], modality, size, seed)
             items.append(PlacedItem(start, len(made.token_ids), f"{seed}", (), made.grid))
             start = items[-1].end + 4
         positions, delta = encoder.positions(items, start)

@@ -1,4 +1,4 @@
-"""Media models: how multimodal architectures take pictures."""
+"""Media models: how multimodal architectures take media."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ DERIVED = (
 """Those whose door is the processor of `transformers`; tests compare each with it."""
 MODELS = {
     **dict.fromkeys(DERIVED, "derived:Derived"),
+    "AudioFlamingo3ForConditionalGeneration": "whisper_like:AudioFlamingo3",
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
     "Gemma4ForConditionalGeneration": "gemma4:Gemma4",
+    "GlmAsrForConditionalGeneration": "whisper_like:GlmAsr",
     "Glm4vForConditionalGeneration": "qwen_vl:Qwen2VL",
     "Glm4vMoeForConditionalGeneration": "qwen_vl:Qwen2VL",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3",
@@ -22,6 +24,7 @@ MODELS = {
     "LlavaForConditionalGeneration": "llava:Llava",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevision",
     "Mistral3ForConditionalGeneration": "pixtral:Mistral3",
+    "Qwen2AudioForConditionalGeneration": "whisper_like:Qwen2Audio",
     "Qwen2VLForConditionalGeneration": "qwen_vl:Qwen2VL",
     "Qwen2_5_VLForConditionalGeneration": "qwen_vl:Qwen2VL",
     "Qwen3VLForConditionalGeneration": "qwen_vl:Qwen3VL",
@@ -29,6 +32,7 @@ MODELS = {
     "Qwen3_5ForConditionalGeneration": "qwen_vl:Qwen2VL",
     "Qwen3_5MoeForConditionalGeneration": "qwen_vl:Qwen2VL",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3",
+    "VoxtralForConditionalGeneration": "whisper_like:Voxtral",
 }
 """Architecture → module and class."""
 

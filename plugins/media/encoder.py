@@ -1,4 +1,4 @@
-"""Encodes pictures with `transformers`' modules."""
+"""Encodes items with `transformers`' modules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EncoderWeights(WeightMap):
 
 
 class TransformersEncoder(nn.Module):
-    """The parts of a model of `transformers` that read pictures, used as it uses them itself."""
+    """The parts of a model of `transformers` that read media, used as it uses them itself."""
 
     num_levels = 0
     rope: RopeSections | None = None
@@ -52,14 +52,13 @@ class TransformersEncoder(nn.Module):
 
     def __init__(self, setup: MediaSetup, build: BuildContext) -> None:
         super().__init__()
-        from transformers import AutoModel, PreTrainedModel
+        from transformers import PreTrainedModel
         from transformers.initialization import no_init_weights
 
         config = copy.deepcopy(setup.config)
         config.quantization_config = None
         with torch.device("meta"), no_init_weights():
-            create: Any = AutoModel.from_config  # Untyped.
-            whole: Any = create(config, dtype=build.dtype)
+            whole = self.create(config, build.dtype)
         for name in self.text_modules:
             if name in whole._modules:
                 delattr(whole, name)
@@ -73,19 +72,30 @@ class TransformersEncoder(nn.Module):
         self.weight_map: WeightMap = EncoderWeights(found=names, renamed_parts=self.renamed_parts)
         self.dtype = build.dtype
 
+    @staticmethod
+    def create(config: Any, dtype: torch.dtype) -> Any:
+        """Return the whole model, without its head."""
+        from transformers import AutoModel
+
+        create: Any = AutoModel.from_config  # Untyped.
+        return create(config, dtype=dtype)
+
     def encode(self, items: Sequence[Mapping[str, torch.Tensor]]) -> Sequence[torch.Tensor]:
         return [self.encode_one(item) for item in items]
 
     def encode_one(self, item: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return a picture's rows."""
-        tensors = {
+        """Return an item's rows."""
+        return self.rows(self.hf.get_image_features(**self.cast(item)))
+
+    def cast(self, item: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors in the model's dtype."""
+        return {
             name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor
             for name, tensor in item.items()
         }
-        return self.rows(self.hf.get_image_features(**tensors))
 
     def rows(self, output: Any) -> torch.Tensor:
-        """Return the rows in the output for one picture."""
+        """Return the rows in the output for one item."""
         rows = output.pooler_output
         if not isinstance(rows, torch.Tensor):
             rows = torch.cat(list(rows))

@@ -1,7 +1,8 @@
-"""What media models share: a processor and an encoder, by class."""
+"""What media models share: processors and an encoder, by class."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from ...core.nn.context import BuildContext
@@ -10,11 +11,12 @@ from .encoder import TransformersEncoder
 from .processor import ImageProcessor
 
 
-class Pictures:
-    """A family that takes pictures. It sets two classes, and may refuse checkpoints."""
+class Family:
+    """A family that takes media. It sets classes, and may refuse checkpoints."""
 
-    modalities: ClassVar[tuple[str, ...]] = ("image",)
-    processor_class: ClassVar[type[ImageProcessor]]
+    modalities: ClassVar[tuple[str, ...]]
+    processors: ClassVar[Mapping[str, Callable[[MediaSetup], MediaProcessor]]] = {}
+    """By modality."""
     encoder_class: ClassVar[type[TransformersEncoder]] = TransformersEncoder
 
     @classmethod
@@ -26,9 +28,20 @@ class Pictures:
         return None
 
     @classmethod
-    def processor(cls, setup: MediaSetup) -> MediaProcessor:
-        return cls.processor_class(setup)
+    def processor(cls, setup: MediaSetup, modality: str) -> MediaProcessor:
+        return cls.processors[modality](setup)
 
     @classmethod
     def encoder(cls, setup: MediaSetup, build: BuildContext) -> MediaEncoder:
         return cls.encoder_class(setup, build)
+
+
+class Pictures(Family):
+    """A family that takes pictures alone."""
+
+    modalities = ("image",)
+    processor_class: ClassVar[type[ImageProcessor]]
+
+    @classmethod
+    def processor(cls, setup: MediaSetup, modality: str = "image") -> MediaProcessor:
+        return cls.processor_class(setup)

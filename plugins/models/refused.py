@@ -45,10 +45,9 @@ REFUSED = {
         "T5GemmaForConditionalGeneration",
     ),
     IMAGES: (
-        "AudioFlamingo3ForConditionalGeneration", "CohereCompassForCausalLM",
+        "CohereCompassForCausalLM",
         "FuyuForCausalLM",
         "GitForCausalLM",
-        "GlmAsrForConditionalGeneration",
         "GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration",
         "MiniMaxM3VLForCausalLM", "MllamaForCausalLM", "MoshiForCausalLM",
         "MossTranscribeDiarizeForConditionalGeneration", "MusicFlamingoForConditionalGeneration",

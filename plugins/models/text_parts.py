@@ -4,11 +4,12 @@ from __future__ import annotations
 
 BY_TYPE = (
     "Apertus1p5ForConditionalGeneration", "AriaForConditionalGeneration",
-    "AyaVisionForConditionalGeneration",
+    "AudioFlamingo3ForConditionalGeneration", "AyaVisionForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration", "DeepseekVLForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration", "Gemma3ForConditionalGeneration",
     "Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration",
-    "Gemma4UnifiedForConditionalGeneration", "GotOcr2ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration", "GlmAsrForConditionalGeneration",
+    "GotOcr2ForConditionalGeneration",
     "HCXVisionForCausalLM", "HCXVisionV2ForCausalLM",
     "HyperCLOVAXVisionV2ForConditionalGeneration", "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration", "InternVLChatModel", "InternVLForConditionalGeneration",

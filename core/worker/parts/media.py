@@ -242,7 +242,7 @@ class Media(WorkerPart):
         output = self._outputs.get(item.digest)
         if output is None:
             reason = self._failures.get(item.digest, "it was not encoded")
-            self._failed[row] = f"an image of the prompt could not be encoded: {reason}"
+            self._failed[row] = f"an item of the prompt could not be encoded: {reason}"
             return
         at = 0
         for offset, count in item.runs:

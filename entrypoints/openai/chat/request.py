@@ -37,6 +37,7 @@ class ChatCompletion:
             reasoning if self.job.parsers.reasoning is not None else None,
             output.kv_compression,
             output.drafts,
+            output.media_tokens,
         )
 
     def finish_reason(self, completion: CompletionOutput, choice: Choice) -> str | None:

@@ -33,6 +33,9 @@ class PromptTokensDetails(Struct):
     """Details of the prompt's token count."""
 
     cached_tokens: int
+    audio_tokens: int | UnsetType = UNSET
+    image_tokens: int | UnsetType = UNSET
+    video_tokens: int | UnsetType = UNSET
 
 
 class CompletionTokensDetails(Struct):

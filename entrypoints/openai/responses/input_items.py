@@ -12,7 +12,7 @@ from .item_kinds import (
     KINDS,
     Item,
     Kind,
-    Picture,
+    MediaContent,
     PromptCall,
     call_id,
     check_item,
@@ -94,10 +94,12 @@ def _message(item: Item, path: str) -> Item:
     if isinstance(content, str):
         given = [{"text": content}]
     else:
-        given = parts_of(content, f"{path}.content", pictures=role == "user")
+        given = parts_of(content, f"{path}.content", media=role == "user")
     part: Item = {"type": "output_text" if role == "assistant" else "input_text"}
     extra: Item = {"annotations": [], "logprobs": []} if role == "assistant" else {}
-    parts = [each if isinstance(each, Picture) else {**part, **each, **extra} for each in given]
+    parts = [
+        each if isinstance(each, MediaContent) else {**part, **each, **extra} for each in given
+    ]
     return _identified(item, "message", role=role, content=parts)
 
 

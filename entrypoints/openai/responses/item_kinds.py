@@ -11,20 +11,20 @@ from typing import Any
 import msgspec
 
 from ....core.errors import InvalidRequest, shown
-from ....core.media.sources import MediaPart
+from ....core.media.sources import MediaPart, data_url
 from ...http.content_pieces import Turn, as_turn
 from .client_tools import CLIENT_TOOLS, TOOL_OF_CALL
 from .custom_tools import INPUT
 from .tools import flat_name, read_tools
 
 Item = dict[str, Any]
-PICTURE = "input_image"
-"""Type of a part that is a picture."""
+MEDIA = {"input_image": "image", "input_audio": "audio"}
+"""Type of a part that is an item of media → its modality."""
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
-class Picture(dict[str, Any]):
-    """A picture in an item, which knows what its request calls it."""
+class MediaContent(dict[str, Any]):
+    """A picture or recording in an item, which knows what its request calls it."""
 
     def __init__(self, field: str, **fields: Any) -> None:
         super().__init__(fields)
@@ -77,27 +77,19 @@ def text_field(item: Item, name: str, path: str, *, empty: bool = False) -> str:
 
 def texts_of(parts: Any, path: str) -> list[str]:
     """Return content parts' texts. Raises InvalidRequest with the part's path."""
-    return [part["text"] for part in parts_of(parts, path, pictures=False)]
+    return [part["text"] for part in parts_of(parts, path, media=False)]
 
 
-def parts_of(parts: Any, path: str, *, pictures: bool) -> list[Item]:
-    """Return content parts, {"text": text} or pictures as they are. Raises InvalidRequest with the
-    part's path."""
+def parts_of(parts: Any, path: str, *, media: bool) -> list[Item]:
+    """Return content parts, {"text": text} or media. Raises InvalidRequest with the part's path."""
     if not isinstance(parts, list):
         raise InvalidRequest(f"{path}: must be a text or a list of parts", param=path)
     found: list[Item] = []
     for index, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind == PICTURE and pictures:
-            url = part.get("image_url")
-            if not isinstance(url, str) or not url:
-                raise InvalidRequest(
-                    f"{path}[{index}].image_url: must be a URL (data:…;base64,…); files are not "
-                    "kept here",
-                    param=f"{path}[{index}].image_url",
-                )
-            where = f"{path}[{index}].image_url"
-            found.append(Picture(where, type=PICTURE, image_url=url, detail="auto"))
+        if media and isinstance(kind, str) and kind in MEDIA:
+            read = _picture if kind == "input_image" else _recording
+            found.append(read(part, f"{path}[{index}]"))
             continue
         text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_PARTS else None
         if not isinstance(text, str):
@@ -108,6 +100,26 @@ def parts_of(parts: Any, path: str, *, pictures: bool) -> list[Item]:
             )
         found.append({"text": text})
     return found
+
+
+def _picture(part: Item, path: str) -> MediaContent:
+    url, where = part.get("image_url"), f"{path}.image_url"
+    if not isinstance(url, str) or not url:
+        raise InvalidRequest(
+            f"{where}: must be a URL (data:…;base64,…); files are not kept here", param=where
+        )
+    return MediaContent(where, type="input_image", image_url=url, detail="auto")
+
+
+def _recording(part: Item, path: str) -> MediaContent:
+    given, where = part.get("input_audio"), f"{path}.input_audio"
+    if not isinstance(given, dict):
+        raise InvalidRequest(
+            f'{where}: must be {{"data": base64, "format": "wav"}}, got {shown(given)}', param=where
+        )
+    data = text_field(given, "data", where)
+    sound = {"data": data, "format": given.get("format")}
+    return MediaContent(f"{where}.data", type="input_audio", input_audio=sound)
 
 
 def _texts(*names: str, empty: tuple[str, ...] = ()) -> Callable[[Item, str], None]:
@@ -126,9 +138,9 @@ def _check_output(item: Item, path: str) -> None:
     text_field(item, "call_id", path)
     if not isinstance(item.get("output"), str):
         output = item.get("output")
-        parts = parts_of(output, f"{path}.output", pictures=True)
+        parts = parts_of(output, f"{path}.output", media=True)
         item["output"] = [
-            named if isinstance(named, Picture) else part
+            named if isinstance(named, MediaContent) else part
             for part, named in zip(output or (), parts, strict=True)
         ]
 
@@ -156,15 +168,22 @@ def _check_shell_output(item: Item, path: str) -> None:
 
 def shown_texts(content: Any) -> Turn:
     """Return the text of a field that is a text or a list of parts; a list if several, or if one
-    is a picture."""
+    is an item of media."""
     if isinstance(content, str):
         return content
     return as_turn([
-        MediaPart(part["image_url"], getattr(part, "field", "input"), PICTURE)
-        if part.get("type") == PICTURE
+        _media_part(part)
+        if part.get("type") in MEDIA
         else part["refusal" if part.get("type") == "refusal" else "text"]
         for part in content
     ])  # fmt: skip
+
+
+def _media_part(part: Item) -> MediaPart:
+    kind = part["type"]
+    modality, field = MEDIA[kind], getattr(part, "field", "input")
+    url = part["image_url"] if modality == "image" else data_url(part[kind]["data"], modality)
+    return MediaPart(url, field, kind, modality)
 
 
 def _output(item: Item) -> Turn:

@@ -16,7 +16,7 @@ from ....core.output_parsing.events import merge_events
 from ....core.outputs import CompletionOutput, RequestOutput
 from ....core.protocols.parsers import ParserEvent, Reasoning, ToolCallEnd
 from ....core.text.token_limit import LONG_TEXT
-from ...http.context import draft_details, tokenizer_of
+from ...http.context import draft_details, media_details, tokenizer_of
 from ...http.large_responses import off_loop
 from ..chat.chat_template_kwargs import thinking_switch
 from ..chat.job import ChatJob, new_job
@@ -198,6 +198,7 @@ class ResponseCompletion:
             "input_tokens_details": {
                 "cached_tokens": output.num_cached_tokens,
                 "cache_write_tokens": 0,
+                **media_details(output.media_tokens),
             },
             "output_tokens": completion,
             "output_tokens_details": {

@@ -1,5 +1,5 @@
-"""Multimodal families through the whole engine say what `transformers` says: several pictures,
-chunks that end inside one, prefix hits inside and behind one, preemption."""
+"""Multimodal families through the whole engine say what `transformers` says: several pictures or
+recordings, chunks that end inside one, prefix hits inside and behind one, preemption."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hearing_models
 import pytest
+import seeing_models
 import torch
-from PIL import Image
-from seeing_models import FAMILIES, picture, save
+from seeing_models import picture
 
 from jackfield import AsyncEngine, EngineConfig, RequestOutput, SamplingParams
 from jackfield.core.protocols.media import MediaSetup
@@ -30,34 +31,61 @@ STATES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration
 """Of models with states, of which a few are kept: a hit ends at one of these."""
 
 
+FAMILIES: dict[str, Any] = {**seeing_models.FAMILIES, **hearing_models.FAMILIES}
+
+
+TALLEST = 110
+
+
+class Item(NamedTuple):
+    """A picture or recording."""
+
+    seed: int
+    width: int = 96
+    height: int = 72
+
+    def of(self, architecture: str) -> Any:
+        family = hearing_models.FAMILIES.get(architecture)
+        if family is not None:
+            seconds = family.most_seconds * self.height / TALLEST
+            return hearing_models.sound(self.seed, seconds)
+        return picture(self.seed, self.width, self.height)
+
+
 class Case(NamedTuple):
-    """A prompt: texts, with pictures in between."""
+    """A prompt: texts, with items in between."""
 
     texts: tuple[str, ...]
-    pictures: tuple[Image.Image, ...]
+    items: tuple[Item, ...]
 
 
 CASES = {
-    "one": Case(("What is this? ", " Say it."), (picture(1),)),
-    "another": Case(("What is this? ", " Say it."), (picture(2),)),
-    "other words": Case(("What is this? ", " Never mind!"), (picture(1),)),
-    "two": Case(("See ", " and then ", ", please."), (picture(3, 60, 110), picture(1))),
-    "swapped": Case(("See ", " and then ", ", please."), (picture(1), picture(3, 60, 110))),
-    "side by side": Case(("", "", " twice the same?"), (picture(4), picture(4))),
+    "one": Case(("What is this? ", " Say it."), (Item(1),)),
+    "another": Case(("What is this? ", " Say it."), (Item(2),)),
+    "other words": Case(("What is this? ", " Never mind!"), (Item(1),)),
+    "two": Case(("See ", " and then ", ", please."), (Item(3, 60, TALLEST), Item(1))),
+    "swapped": Case(("See ", " and then ", ", please."), (Item(1), Item(3, 60, TALLEST))),
+    "side by side": Case(("", "", " twice the same?"), (Item(4), Item(4))),
     "none": Case(("Only words here.",), ()),
-    "last": Case(("What do you see? ", ""), (picture(5, 48, 100),)),
+    "last": Case(("What do you see? ", ""), (Item(5, 48, 100),)),
 }
 
 
 class Made(NamedTuple):
     folder: Path
     model: Any
+    modality: str
+
+    def items(self, case: Case) -> list[Any]:
+        return [item.of(architecture(self)) for item in case.items]
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("family")
-    return Made(folder, save(request.param, folder))
+    hears = request.param in hearing_models.FAMILIES
+    save = hearing_models.save if hears else seeing_models.save
+    return Made(folder, save(request.param, folder), "audio" if hears else "image")
 
 
 def architecture(made: Made) -> str:
@@ -72,7 +100,7 @@ def expected(made: Made, case: Case, new: int = NEW) -> tuple[int, list[int]]:
     """Return the number of tokens of the prompt and the output, by `transformers` alone."""
     processor = FAMILIES[architecture(made)].reference(made.folder)
     inputs = processor(
-        images=list(case.pictures) or None, text=text_of(made, case), return_tensors="pt"
+        images=made.items(case) or None, text=text_of(made, case), return_tensors="pt"
     )
     with torch.no_grad():
         out = made.model.generate(
@@ -95,9 +123,15 @@ def engine_of(made: Made, **options: Any) -> AsyncEngine:
     )
 
 
+def sent(made: Made, case: Case) -> list[Any]:
+    """Return a case's items as callers send them."""
+    items = made.items(case)
+    return items if made.modality == "image" else [(item, hearing_models.RATE) for item in items]
+
+
 async def run(engine: AsyncEngine, made: Made, case: Case, new: int = NEW) -> RequestOutput:
     prompt: Any = {
-        "prompt": text_of(made, case), "multi_modal_data": {"image": list(case.pictures)},
+        "prompt": text_of(made, case), "multi_modal_data": {made.modality: sent(made, case)},
     }  # fmt: skip
     params = SamplingParams(
         max_tokens=new, temperature=0, ignore_eos=True, logit_bias=dict.fromkeys(SPECIAL, -100.0)
@@ -166,7 +200,9 @@ def test_llava_has_a_token_for_each_row_of_its_tower(
     tower: str, strategy: str, tmp_path: Path
 ) -> None:
     vision = {**FAMILIES[LLAVA].config["vision_config"], "model_type": tower}
-    model = save(LLAVA, tmp_path, vision_config=vision, vision_feature_select_strategy=strategy)
+    model = seeing_models.save(
+        LLAVA, tmp_path, vision_config=vision, vision_feature_select_strategy=strategy
+    )
     processor = Llava.processor(MediaSetup(tmp_path, model.config))
     made = processor.image(picture(1))
     pixels = torch.from_numpy(made.tensors["pixel_values"])

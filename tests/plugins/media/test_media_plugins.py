@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import hearing_models
 import pytest
 from seeing_models import FAMILIES, picture, save
 
@@ -21,10 +22,10 @@ LLAVA = "LlavaForConditionalGeneration"
 class OfFamily(MediaModelKit):
     @classmethod
     def write(cls, folder: Path) -> None:
-        save(cls.name, folder)
+        (hearing_models.save if cls.name in hearing_models.FAMILIES else save)(cls.name, folder)
 
 
-for _name in FAMILIES:
+for _name in (*FAMILIES, *hearing_models.FAMILIES):
     globals()[f"Test{_name}"] = type(f"Test{_name}", (OfFamily,), {"name": _name})
 del OfFamily, MediaModelKit
 
@@ -92,7 +93,7 @@ async def test_an_item_that_cannot_be_encoded_costs_its_request_alone(folder: Pa
                 stream = engine.generate(prompt(Image.new("RGB", (32, 32), color)), params)
                 failed = [output async for output in stream][-1]
                 assert failed.error is not None and reason in failed.error
-                assert failed.error.startswith("an image of the prompt could not be encoded")
+                assert failed.error.startswith("an item of the prompt could not be encoded")
             outputs = [o async for o in engine.generate(prompt(picture(1)), params)]
             assert len(outputs[-1].outputs[0].token_ids) == 4
         assert engine.healthy

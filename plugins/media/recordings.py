@@ -1,0 +1,110 @@
+"""What families share that take recordings: features of `transformers`' extractors, and encoders
+of its modules."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ...core.errors import ConfigError
+from ...core.protocols.media import MediaSetup, ProcessedMedia
+from .encoder import TransformersEncoder
+
+OPTION = "mm_processor_kwargs"
+
+
+class FeatureExtractor:
+    """A family says which features its encoder takes, and how many rows it returns for them."""
+
+    around = ("", "")
+    max_samples: int | None = None
+    options: ClassVar[Mapping[str, Any]] = {"return_attention_mask": True}
+    """Arguments of the extractor."""
+
+    def __init__(self, setup: MediaSetup) -> None:
+        """Raises ConfigError."""
+        if setup.processor_kwargs and not hasattr(setup.config, "vision_config"):
+            raise ConfigError(
+                f"{OPTION}: {', '.join(sorted(setup.processor_kwargs))}: the processor of "
+                "recordings has no options; leave it out",
+                param=OPTION,
+            )
+        self.config = setup.config
+        self.extractor = self.load(setup)
+        self.sampling_rate = int(self.extractor.sampling_rate)
+        self.placeholder_id = self.find_placeholder(setup)
+        own = self.extractor.to_dict()
+        options = json.dumps([own, dict(self.options)], sort_keys=True, default=str)
+        self.fingerprint = hashlib.sha256(options.encode()).hexdigest()
+
+    def load(self, setup: MediaSetup) -> Any:
+        """Return the extractor. Raises ConfigError."""
+        from transformers import AutoFeatureExtractor
+
+        try:
+            create: Any = AutoFeatureExtractor.from_pretrained  # Untyped.
+            return create(setup.folder)
+        except Exception as error:
+            raise ConfigError(
+                f"model: the feature extractor of {setup.folder.name} cannot be made "
+                f"({type(error).__name__}: {error})",
+                param="model",
+            ) from error
+
+    def find_placeholder(self, setup: MediaSetup) -> int:
+        """Return the token by which prompts say where a recording stands."""
+        config = setup.config
+        return int(getattr(config, "audio_token_id", None) or config.audio_token_index)
+
+    def audio(self, samples: np.ndarray) -> ProcessedMedia:
+        tensors = self.tensors(samples)
+        count = self.count(tensors)
+        if count < 1:
+            raise ValueError("it is too short")
+        return ProcessedMedia(tensors, [self.placeholder_id] * count)
+
+    def tensors(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Return what the encoder takes."""
+        made = self.extracted(samples)
+        return {"input_features": made["input_features"], self.mask_name: made["attention_mask"]}
+
+    mask_name: ClassVar[str] = "input_features_mask"
+    """What the encoder calls the mask of true frames."""
+
+    def extracted(self, samples: np.ndarray) -> Mapping[str, np.ndarray]:
+        out = self.extractor(
+            samples, sampling_rate=self.sampling_rate, return_tensors="np", **self.options
+        )
+        return {name: np.asarray(value) for name, value in out.items()}
+
+    def count(self, tensors: Mapping[str, np.ndarray]) -> int:
+        """Return the rows that the encoder returns for these."""
+        raise NotImplementedError
+
+
+class AudioEncoder(TransformersEncoder):
+    """The parts of a model of `transformers` that read recordings."""
+
+    def encode_one(self, item: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if "input_features" not in item:
+            return super().encode_one(item)
+        return self.heard(self.hf.get_audio_features(**self.cast(item)))
+
+    def heard(self, output: Any) -> torch.Tensor:
+        """Return the rows in the output for one recording."""
+        rows: torch.Tensor = getattr(output, "pooler_output", output)
+        return rows.reshape(-1, rows.shape[-1])
+
+    @staticmethod
+    def create(config: Any, dtype: torch.dtype) -> Any:
+        import transformers
+
+        kind: Any = getattr(transformers, config.architectures[0])
+        whole = kind._from_config(config, dtype=dtype)
+        # Some classes keep their parts in a model inside, some do not.
+        return whole.model if hasattr(whole.model, "audio_tower") else whole
