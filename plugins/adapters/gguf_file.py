@@ -49,7 +49,7 @@ class GgufFile(RegularFile):
     def __init__(self, path: Path, folder: Path) -> None:
         """Raises ConfigError if it is no file of `folder`, or no GGUF file."""
         super().__init__(path, folder)
-        self._content = bytes(self.read_bytes(0, min(self.size, MAX_HEADER)))
+        self._content = self.read_bytes(0, min(self.size, MAX_HEADER))
         self._position = 0
         try:
             if self._content[:4] != b"GGUF":
@@ -71,10 +71,10 @@ class GgufFile(RegularFile):
         if index is not None:
             tensor = tensor._replace(shape=tensor.shape[1:])
             tensor = tensor._replace(offset=tensor.offset + index * _size(tensor))
-        content = self.read_bytes(tensor.offset, _size(tensor))
+        content = torch.from_numpy(self.read_array(tensor.offset, _size(tensor)))
         if tensor.kind != Q8_0:
-            return torch.frombuffer(content, dtype=DTYPES[tensor.kind]).reshape(tensor.shape)
-        blocks = torch.frombuffer(content, dtype=torch.uint8).view(-1, 2 + BLOCK)
+            return content.view(DTYPES[tensor.kind]).reshape(tensor.shape)
+        blocks = content.view(-1, 2 + BLOCK)
         scales = blocks[:, :2].contiguous().view(torch.float16).float()
         return (blocks[:, 2:].view(torch.int8) * scales).reshape(tensor.shape)
 

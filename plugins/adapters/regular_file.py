@@ -10,6 +10,8 @@ import stat
 import weakref
 from pathlib import Path
 
+import numpy as np
+
 from ...core.errors import ConfigError
 
 HUB_FILES = "blobs"
@@ -31,9 +33,13 @@ class RegularFile:
         self.size = found.st_size
         self._identity = _identity(found)
 
-    def read_bytes(self, offset: int, size: int) -> bytearray:
+    def read_bytes(self, offset: int, size: int) -> bytes:
         """Read bytes. Raises ConfigError if the file has changed since it was opened."""
-        content = bytearray(size)
+        return self.read_array(offset, size).tobytes()
+
+    def read_array(self, offset: int, size: int) -> np.ndarray:
+        """Read bytes without a copy: uint8 [size]. Raises ConfigError as `read_bytes` does."""
+        content = np.empty(size, dtype=np.uint8)
         view, done = memoryview(content), 0
         while done < size:
             count = os.preadv(self._descriptor, [view[done:]], offset + done)

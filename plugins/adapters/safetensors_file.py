@@ -48,10 +48,17 @@ class TensorFile(RegularFile):
         self._begin = 8 + length
         self.entries = self._checked_entries(self.read_bytes(8, length), self.size - self._begin)
         """Name → what the header says."""
+        self._tensors: dict[str, torch.Tensor] = {}
+        """Those that were read: each is asked for twice, for the digest and by the model."""
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor, in the type of the file. Raises ConfigError if the file has changed since
-        it was opened, or the type is not one of `DTYPES`."""
+        """Return a tensor in the type of the file, not to be changed. Raises ConfigError if the
+        file has changed since it was opened, or the type is not one of `DTYPES`."""
+        if name not in self._tensors:
+            self._tensors[name] = self._read(name)
+        return self._tensors[name]
+
+    def _read(self, name: str) -> torch.Tensor:
         entry = self.entries[name]
         dtype = DTYPES.get(entry.dtype)
         if dtype is None:
@@ -63,8 +70,8 @@ class TensorFile(RegularFile):
         begin, end = entry.data_offsets
         if begin == end:
             return torch.empty(entry.shape, dtype=dtype)
-        content = self.read_bytes(self._begin + begin, end - begin)
-        return torch.frombuffer(content, dtype=dtype).reshape(entry.shape)
+        content = torch.from_numpy(self.read_array(self._begin + begin, end - begin))
+        return content.view(dtype).reshape(entry.shape)
 
     def _checked_entries(self, header: bytearray, data_size: int) -> dict[str, TensorEntry]:
         try:

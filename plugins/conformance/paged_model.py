@@ -73,7 +73,8 @@ class PagedModel:
             plugins["operations"], "operations", kernels, lambda o: o.supports(device, kind)
         )
         self.device = device
-        self.model = build_model(plugins, config, model_config, device, operations(), ranks)
+        self.operations = operations()
+        self.model = build_model(plugins, config, model_config, device, self.operations, ranks)
         self.tensors = ModelTensors.of(self.model)
         """As it was built."""
         layers = cache_layers(self.model)

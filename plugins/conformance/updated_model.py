@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from ...core.config import EngineConfig
 from ...core.loading.model_config import resolve_model_config
 from ...core.loading.second_model import SecondModel
-from ...core.nn.operations import Operations
 from ...core.parallel.ranks import ONE_RANK
 from ...core.registry import Plugins
 from .paged_model import PagedModel, example_prompts
@@ -36,8 +35,8 @@ def check_update(folder: Path, plugins: Plugins) -> None:
     config = EngineConfig(model=str(folder), device=model.device.type, dtype="float32")  # type: ignore[arg-type]
     with torch.inference_mode():
         second = SecondModel(
-            plugins, config, resolve_model_config(config, plugins), model.device, Operations(),
-            ONE_RANK, model.tensors,
+            plugins, config, resolve_model_config(config, plugins), model.device,
+            model.operations, ONE_RANK, model.tensors,
         )  # fmt: skip
         for name, tensor in tensors.items():
             second.add(name, tensor)

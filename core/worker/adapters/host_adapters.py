@@ -1,7 +1,8 @@
-"""Adapters in host memory, read on a thread of their own."""
+"""Adapters in host memory, read on threads of their own."""
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from .pool import AdapterPool, RankRows
 from .sites import PARAM, HostChange, Sites
 
 KIND = "adapter_format"
+NUM_THREADS = 4
+"""That read adapters: hashing, checking and packing one takes longer than to read it."""
 
 
 @dataclass
@@ -42,9 +45,9 @@ class HostAdapters:
     ) -> None:  # fmt: skip
         self._sites, self._pool, self._config, self._plugins = sites, pool, config, plugins
         self._pinned = pinned
-        # Alone: torch's threads would wait busily between small copies, beside those that launch.
-        self._thread = ThreadPoolExecutor(
-            1,
+        # One of torch's each: more would wait busily between small copies.
+        self._threads = ThreadPoolExecutor(
+            min(NUM_THREADS, os.cpu_count() or 1),
             thread_name_prefix="jackfield-adapters",
             initializer=torch.set_num_threads,
             initargs=(1,),
@@ -55,7 +58,7 @@ class HostAdapters:
     def read(self, job: ReadAdapter) -> Future[AdapterInfo]:
         """Begin to read an adapter. The future fails with ConfigError for one that cannot be
         served."""
-        future = self._thread.submit(self._read, job)
+        future = self._threads.submit(self._read, job)
         with self._lock:
             self._adapters[job.number] = future
         info: Future[AdapterInfo] = Future()
@@ -85,8 +88,8 @@ class HostAdapters:
             self._adapters.pop(number, None)
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """End the threads."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, job: ReadAdapter) -> HostAdapter:
         registry = self._plugins[KIND]

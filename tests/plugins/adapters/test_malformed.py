@@ -18,7 +18,7 @@ from jackfield.core.errors import ConfigError
 from jackfield.plugins.adapters import peft_config
 from jackfield.plugins.adapters.peft import PeftFormat
 from jackfield.plugins.adapters.peft_config import MAX_BYTES
-from jackfield.plugins.adapters.safetensors_file import MAX_HEADER
+from jackfield.plugins.adapters.safetensors_file import MAX_HEADER, TensorFile
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 A, B = f"{Q_PROJ}.lora_A.weight", f"{Q_PROJ}.lora_B.weight"
@@ -279,19 +279,32 @@ def test_a_file_that_is_replaced_changes_nothing(tmp_path: Path) -> None:
     assert torch.equal(change.a(), first)
 
 
-@pytest.mark.parametrize("how", ["written", "cut off"])
-def test_a_file_that_is_written_to_is_refused(how: str, tmp_path: Path) -> None:
-    (change,) = PeftFormat.read(write_adapter(tmp_path, q_proj_tensors())).low_rank
-    with (tmp_path / TENSORS).open("r+b") as file:
+def write_to(path: Path, how: str) -> None:
+    with path.open("r+b") as file:
         if how == "written":
             file.seek(-4, os.SEEK_END)
             file.write(bytes(4))
         else:
             file.truncate(100)
-    os.utime(tmp_path / TENSORS, ns=(1, 1))
+    os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.parametrize("how", ["written", "cut off"])
+def test_a_file_that_is_written_to_before_it_is_read_is_refused(how: str, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path, q_proj_tensors())
+    file = TensorFile(folder / TENSORS, folder)
+    write_to(folder / TENSORS, how)
     with pytest.raises(ConfigError) as caught:
-        change.a()
+        file.read(next(iter(file.entries)))
     assert caught.value.param == TENSORS
+
+
+@pytest.mark.parametrize("how", ["written", "cut off"])
+def test_what_is_computed_with_is_what_the_digest_is_of(how: str, tmp_path: Path) -> None:
+    (change,) = PeftFormat.read(write_adapter(tmp_path, q_proj_tensors())).low_rank
+    first = change.b().clone()
+    write_to(tmp_path / TENSORS, how)
+    assert torch.equal(change.b(), first)
 
 
 def test_an_invocation_string_with_its_tokens_is_one_of_both(tmp_path: Path) -> None:
