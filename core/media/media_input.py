@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from .fetch import LARGE, MediaFetcher
 from .readers import READERS, Reader
 from .sources import MediaSource
 
-THREADS = 2
+THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
 """That decode and process; so many decoded items are in memory at once."""
 MAX_WAITING_BYTES = 256 << 20
 """Most bytes of encoded items that wait for a thread; beyond, requests are refused (503)."""

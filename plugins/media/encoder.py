@@ -16,6 +16,7 @@ from ...core.nn.context import BuildContext
 from ...core.parts.media import PlacedItem
 from ...core.protocols.media import MediaSetup, RopeSections
 from ..models.fallback.build import allocate
+from .processor import NORMALISATION
 
 PREFIXES = ("model.", "")
 """What checkpoints write before the names of a model's parts."""
@@ -49,6 +50,8 @@ class TransformersEncoder(nn.Module):
     text_modules: ClassVar[tuple[str, ...]] = ("language_model", "text_model")
     """Parts of the whole model that are not used."""
     renamed_parts: ClassVar[Mapping[str, str]] = {".vision_model.": "."}
+    channels: ClassVar[tuple[int, ...]] = (3, 1, 1)
+    """What pixels' last dimensions are, with 1 for all but that of the channels."""
 
     def __init__(self, setup: MediaSetup, build: BuildContext) -> None:
         super().__init__()
@@ -81,25 +84,49 @@ class TransformersEncoder(nn.Module):
         return create(config, dtype=dtype)
 
     def encode(self, items: Sequence[Mapping[str, torch.Tensor]]) -> Sequence[torch.Tensor]:
-        return [self.encode_one(item) for item in items]
+        """Encode items of one shape together."""
+        prepared = [self.prepared(item) for item in items]
+        groups: dict[Any, list[int]] = {}
+        for number, tensors in enumerate(prepared):
+            shapes = tuple((name, tensor.shape) for name, tensor in tensors.items())
+            groups.setdefault(shapes, []).append(number)
+        rows: dict[int, torch.Tensor] = {}
+        for numbers in groups.values():
+            own = [prepared[number] for number in numbers]
+            rows |= zip(numbers, self.encode_together(own), strict=True)
+        return [rows[number] for number in range(len(items))]
 
-    def encode_one(self, item: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return an item's rows."""
-        return self.rows(self.hf.get_image_features(**self.cast(item)))
-
-    def cast(self, item: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors in the model's dtype."""
-        return {
+    def prepared(self, item: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors that the model takes."""
+        tensors = {
             name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor
             for name, tensor in item.items()
+            if name != NORMALISATION
         }
+        if (parameters := item.get(NORMALISATION)) is not None:
+            tensors["pixel_values"] = self.normalised(item["pixel_values"], parameters)
+        return tensors
 
-    def rows(self, output: Any) -> torch.Tensor:
-        """Return the rows in the output for one item."""
+    def normalised(self, pixels: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
+        """Return pixels as the image processor would have."""
+        factor, mean, deviation = parameters.view(3, *self.channels)
+        return ((pixels.float() * factor - mean) / deviation).to(self.dtype)
+
+    def encode_together(
+        self, items: Sequence[Mapping[str, torch.Tensor]]
+    ) -> Sequence[torch.Tensor]:
+        """Return the rows of pictures; by default they have one shape."""
+        tensors = {name: torch.cat([item[name] for item in items]) for name in items[0]}
+        return self.rows(self.hf.get_image_features(**tensors), len(items))
+
+    def rows(self, output: Any, count: int) -> Sequence[torch.Tensor]:
+        """Return the rows in the output for so many pictures."""
         rows = output.pooler_output
-        if not isinstance(rows, torch.Tensor):
-            rows = torch.cat(list(rows))
-        return rows.reshape(-1, rows.shape[-1])
+        if isinstance(rows, torch.Tensor):
+            return list(rows.reshape(count, -1, rows.shape[-1]))
+        parts = [part.reshape(-1, part.shape[-1]) for part in rows]
+        each = len(parts) // count
+        return [torch.cat(parts[first : first + each]) for first in range(0, len(parts), each)]
 
     def positions(self, items: Sequence[PlacedItem], num_tokens: int) -> tuple[np.ndarray, int]:
         raise NotImplementedError("only with `rope`")

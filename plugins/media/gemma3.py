@@ -13,6 +13,7 @@ from .processor import ImageProcessor
 
 class Gemma3Processor(ImageProcessor):
     around = ("\n\n", "\n\n")
+    in_bytes = True
 
     def find_placeholder(self, setup: MediaSetup) -> int:
         return int(setup.config.boi_token_index)
@@ -21,9 +22,8 @@ class Gemma3Processor(ImageProcessor):
         config = self.config
         count = config.mm_tokens_per_image
         tokens = [config.boi_token_index, *[config.image_token_id] * count, config.eoi_token_index]
-        return ProcessedMedia(
-            {"pixel_values": tensors["pixel_values"]}, tokens, [False, *[True] * count, False]
-        )
+        kept = {name: tensor for name, tensor in tensors.items() if name != "num_crops"}
+        return ProcessedMedia(kept, tokens, [False, *[True] * count, False])
 
 
 class Gemma3(Pictures):

@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 
 class InternVLProcessor(ImageProcessor):
+    in_bytes = True
+
     def __init__(self, setup: MediaSetup) -> None:
         super().__init__(setup)
         self._begin, self._end = self.token("<img>"), self.token("</img>")
         self._tiles = bool(setup.processor_kwargs.get("crop_to_patches", True))
 
     def image(self, image: Image) -> ProcessedMedia:
-        tensors = self.images(images=[image], crop_to_patches=self._tiles, return_tensors="np")
-        return self.processed(tensors)
+        return self.processed(self.tensors(image, crop_to_patches=self._tiles))
 
     def processed(self, tensors: Mapping[str, np.ndarray]) -> ProcessedMedia:
         pixels, patch = tensors["pixel_values"], self.config.vision_config.patch_size
@@ -33,9 +34,8 @@ class InternVLProcessor(ImageProcessor):
         ]
         count = len(pixels) * sides[0] * sides[1]
         tokens = [self._begin, *self.repeated(count), self._end]
-        return ProcessedMedia(
-            {"pixel_values": pixels}, tokens, [token == self.placeholder_id for token in tokens]
-        )
+        kept = {name: tensor for name, tensor in tensors.items() if name != "num_patches"}
+        return ProcessedMedia(kept, tokens, [token == self.placeholder_id for token in tokens])
 
 
 class InternVL(Pictures):

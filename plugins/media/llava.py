@@ -12,6 +12,8 @@ from .processor import ImageProcessor
 
 
 class LlavaProcessor(ImageProcessor):
+    in_bytes = True
+
     def processed(self, tensors: Mapping[str, np.ndarray]) -> ProcessedMedia:
         pixels = tensors["pixel_values"]
         patch = self.config.vision_config.patch_size
@@ -20,7 +22,7 @@ class LlavaProcessor(ImageProcessor):
             count += 1  # The tower's class token.
         if self.config.vision_feature_select_strategy == "default":
             count -= 1  # The first row is left out.
-        return ProcessedMedia({"pixel_values": pixels}, self.repeated(count))
+        return ProcessedMedia(tensors, self.repeated(count))
 
 
 class Llava(Pictures):

@@ -14,26 +14,52 @@ from ...core.protocols.media import MediaSetup, ProcessedMedia
 from .encoder import TransformersEncoder
 from .family import Pictures
 from .mrope import positions_of, sections_of
+from .packed import pack
 from .processor import ImageProcessor
 
 
 class QwenProcessor(ImageProcessor):
+    in_bytes = True
+
+    def __init__(self, setup: MediaSetup) -> None:
+        super().__init__(setup)
+        if self._normalisation is not None and "Qwen" in type(self.images).__name__:
+            # Of others the number of frames decides the size.
+            self.images.temporal_patch_size = 1
+
+    def bytes_of(self, pixels: np.ndarray) -> np.ndarray:
+        """Return one of the equal frames of each patch: [patches, 3, pixels]"""
+        frames = self.images.temporal_patch_size
+        return pixels.reshape(len(pixels), 3, frames, -1)[:, :, 0].astype(np.uint8)
+
     def processed(self, tensors: Mapping[str, np.ndarray]) -> ProcessedMedia:
         grid = tensors["image_grid_thw"]
         frames, rows, columns = (int(size) for size in grid[0])
         merge = self.config.vision_config.spatial_merge_size
         units = frames, rows // merge, columns // merge
         return ProcessedMedia(
-            {"pixel_values": tensors["pixel_values"], "image_grid_thw": grid},
+            tensors,
             self.repeated(np.prod(units)),
             grid=units,
         )
 
 
 class QwenEncoder(TransformersEncoder):
+    channels = (3, 1)
+
     def __init__(self, setup: MediaSetup, build: BuildContext) -> None:
         super().__init__(setup, build)
+        self._frames = setup.config.vision_config.temporal_patch_size
+        pack(self.hf.visual, build.operations)
         self.rope = sections_of(setup.config.text_config.rope_parameters)
+
+    def normalised(self, pixels: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
+        frame = super().normalised(pixels, parameters)[:, :, None]
+        return frame.expand(-1, -1, self._frames, -1).flatten(1)
+
+    def encode(self, items: Sequence[Mapping[str, torch.Tensor]]) -> Sequence[torch.Tensor]:
+        """Encode pictures of any sizes together."""
+        return self.encode_together([self.prepared(item) for item in items])
 
     def positions(self, items: Sequence[PlacedItem], num_tokens: int) -> tuple[np.ndarray, int]:
         return positions_of(items, num_tokens)
@@ -58,9 +84,10 @@ class Qwen3Encoder(QwenEncoder):
         super().__init__(setup, build)
         self.num_levels = len(setup.config.vision_config.deepstack_visual_indexes)
 
-    def rows(self, output: Any) -> torch.Tensor:
-        levels = [super().rows(output), *(torch.cat(list(v)) for v in output.deepstack_features)]
-        return torch.cat(levels, dim=-1)
+    def rows(self, output: Any, count: int) -> Sequence[torch.Tensor]:
+        first = super().rows(output, count)
+        levels = zip(first, *output.deepstack_features, strict=True)
+        return [torch.cat(own, dim=-1) for own in levels]
 
 
 class Qwen3VL(Qwen2VL):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -90,10 +90,16 @@ class FeatureExtractor:
 class AudioEncoder(TransformersEncoder):
     """The parts of a model of `transformers` that read recordings."""
 
+    def encode_together(
+        self, items: Sequence[Mapping[str, torch.Tensor]]
+    ) -> Sequence[torch.Tensor]:
+        if "input_features" not in items[0]:
+            return super().encode_together(items)
+        return [self.encode_one(item) for item in items]
+
     def encode_one(self, item: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        if "input_features" not in item:
-            return super().encode_one(item)
-        return self.heard(self.hf.get_audio_features(**self.cast(item)))
+        """Return a recording's rows."""
+        return self.heard(self.hf.get_audio_features(**item))
 
     def heard(self, output: Any) -> torch.Tensor:
         """Return the rows in the output for one recording."""

@@ -41,9 +41,8 @@ def pooled_rows(frames: int) -> int:
 
 class Qwen2AudioEncoder(AudioEncoder):
     def encode_one(self, item: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        tensors = self.cast(item)
-        features = tensors["input_features"]
-        frames = int(tensors["feature_attention_mask"].sum())
+        features = item["input_features"]
+        frames = int(item["feature_attention_mask"].sum())
         rows = conv_rows(features.shape[-1])
         mask = features.new_zeros(1, 1, rows, rows)
         mask[..., conv_rows(frames) :] = torch.finfo(mask.dtype).min

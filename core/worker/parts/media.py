@@ -171,31 +171,49 @@ class Media(WorkerPart):
             self._failures.pop(digest, None)
         if plan.drop_all:
             self._failures.clear()
-        for item in plan.encode:
-            # One by one: an item that cannot be encoded costs its requests alone.
+        if len(plan.encode) > 1:
             try:
-                self._outputs[item.digest] = self._encoded(item)
+                outputs = self._encoded(plan.encode)
+            except Exception as error:
+                # One of them is at fault, or they are too many for the memory.
+                logger.info("items are encoded one by one: %s: %s", type(error).__name__, error)
+            else:
+                self._outputs |= zip((item.digest for item in plan.encode), outputs, strict=True)
+                return
+        for item in plan.encode:
+            # An item that cannot be encoded costs its requests alone.
+            try:
+                [self._outputs[item.digest]] = self._encoded([item])
             except Exception as error:
                 logger.exception("an item could not be encoded")
                 self._failures[item.digest] = f"{type(error).__name__}: {error}"
 
-    def _encoded(self, item: EncodeMedia) -> torch.Tensor:
-        tensors = {
+    def _encoded(self, items: Sequence[EncodeMedia]) -> list[torch.Tensor]:
+        """Return the rows of items, encoded together but for those that are given as rows."""
+        tensors = [self._uploaded(item) for item in items]
+        encoded = iter(())
+        if others := [own for own in tensors if PROMPT_EMBEDS not in own]:
+            encoded = iter(self._encoder.encode(others))
+        outputs: list[torch.Tensor] = []
+        for item, own in zip(items, tensors, strict=True):
+            rows = own.get(PROMPT_EMBEDS)
+            if rows is None:
+                rows = next(encoded)
+            if rows.shape != (item.num_rows, self._width):
+                raise ValueError(
+                    f"the encoder returned {tuple(rows.shape)} for {item.num_rows} tokens of "
+                    f"{self._width} numbers"
+                )
+            outputs.append(rows.to(self._dtype))
+        return outputs
+
+    def _uploaded(self, item: EncodeMedia) -> dict[str, torch.Tensor]:
+        return {
             name: torch.frombuffer(
                 bytearray(tensor.data), dtype=getattr(torch, tensor.dtype)
             ).view(tensor.shape).to(self._batch.device, non_blocking=True)
             for name, tensor in item.tensors.items()
         }  # fmt: skip
-        if (given := tensors.get(PROMPT_EMBEDS)) is not None:
-            return given.to(self._dtype)
-        [rows] = self._encoder.encode([tensors])
-        if rows.shape != (item.num_rows, self._width):
-            raise ValueError(
-                f"the encoder returned {tuple(rows.shape)} for {item.num_rows} tokens of "
-                f"{self._width} numbers"
-            )
-        encoded: torch.Tensor = rows.to(self._dtype)
-        return encoded
 
     def _place(self, plan: StepPlan) -> None:
         """Find the rows of outputs, and the positions, of the step's tokens of items."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +70,16 @@ async def test_an_item_that_cannot_be_encoded_costs_its_request_alone(folder: Pa
         @classmethod
         def encoder(cls, setup: Any, build: Any) -> Any:
             made = Llava.encoder(setup, build)
-            whole = made.encode_one
+            whole = made.encode_together
 
-            def encode_one(item: Any) -> Any:
-                mean = float(item["pixel_values"].mean())
-                if mean > 1.5:
+            def encode_together(items: Any) -> Any:
+                means = [float(item["pixel_values"].float().mean()) for item in items]
+                if max(means) > 1.5:
                     raise ArithmeticError("too bright")
-                rows = whole(item)
-                return rows[1:] if mean < -1.5 else rows
+                rows = whole(items)
+                return [r[1:] if mean < -1.5 else r for r, mean in zip(rows, means, strict=True)]
 
-            made.encode_one = encode_one  # type: ignore[method-assign]
+            made.encode_together = encode_together  # type: ignore[method-assign]
             return made
 
     from PIL import Image
@@ -96,4 +97,13 @@ async def test_an_item_that_cannot_be_encoded_costs_its_request_alone(folder: Pa
                 assert failed.error.startswith("an item of the prompt could not be encoded")
             outputs = [o async for o in engine.generate(prompt(picture(1)), params)]
             assert len(outputs[-1].outputs[0].token_ids) == 4
+
+            # Encoded with one plan, of which one is at fault.
+            async def last(image: Any) -> Any:
+                return [output async for output in engine.generate(prompt(image), params)][-1]
+
+            pictures = [picture(7), Image.new("RGB", (32, 32), "white"), picture(8)]
+            first, failed, third = await asyncio.gather(*map(last, pictures))
+            assert failed.error is not None and "too bright" in failed.error
+            assert first.error is None and third.error is None
         assert engine.healthy
