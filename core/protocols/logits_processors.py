@@ -32,7 +32,7 @@ class ProcessedRows:
     """The rows of a step that a processor changes."""
 
     slots: tuple[int, ...]
-    """[num_rows]"""
+    """[num_rows] Each once, unless the processor is `stateless`."""
     device_slots: torch.Tensor
     """[num_rows] int64, the slots on the device"""
     lengths: torch.Tensor
@@ -57,6 +57,12 @@ class LogitsProcessor(ABC):
     """Whether it never changes which logit is the largest. If so, it is applied after the
     temperature and before min_p, top_k and top_p, and greedy rows are left out. Others are applied
     after logit_bias, allowed tokens, bad words and min_tokens, and before the penalties."""
+
+    stateless: ClassVar[bool] = False
+    """Whether what `apply` does to a row is decided by the request and the row's tokens alone
+    (`history` up to `lengths`), not by earlier calls. If so, its requests get drafts (speculative
+    decoding): a call may have several rows of a slot, each with its own length, and tokens that it
+    has seen may be dropped. Requests of other processors get none."""
 
     @classmethod  # noqa: B027
     def check(cls, params: SamplingParams) -> None:

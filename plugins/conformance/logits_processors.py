@@ -230,6 +230,43 @@ class LogitsProcessorKit(Kit):
         for _ in range(3):
             assert same(bench.apply(slots, logits), first), "it counts how often it is called"
 
+    def test_places_of_a_row_are_served_together_where_it_says_so(
+        self, processor_type: type[LogitsProcessor]
+    ) -> None:
+        """`stateless`: several lengths of a sequence in one call, in any order, give what each does
+        alone; tokens that were dropped since are forgotten."""
+        if not processor_type.stateless:
+            pytest.skip("it may count calls")
+        bench = self.bench(processor_type)
+        slots = [2, 0, 5][: max(2, len(processor_type.examples))]
+        self.crowd(bench, processor_type, slots)
+        known = {slot: len(bench.tokens[slot]) for slot in slots}
+        places, alone = [], []
+        logits = self.logits(4 * len(slots), 3)
+        for draft in range(4):
+            for row, slot in enumerate(slots):
+                number = draft * len(slots) + row
+                places.append((slot, len(bench.tokens[slot])))
+                alone.append(bench.apply([slot], logits[number : number + 1]))
+                bench.append(slot, (13 * draft + slot) % (self.vocab_size - 1))
+        order = list(reversed(range(len(places))))
+        rows = ProcessedRows(
+            tuple(places[at][0] for at in order),
+            torch.tensor([places[at][0] for at in order]),
+            torch.tensor([places[at][1] for at in order]),
+        )
+        bench.processor.batch_changed(rows.slots)
+        together = bench.processor.apply(logits[order].clone(), rows)
+        assert same(together, torch.cat([alone[at] for at in order])), "places differ together"
+        fresh = self.bench(processor_type)
+        self.crowd(fresh, processor_type, slots)
+        for slot in slots:  # All drafts are rejected, and another token comes.
+            bench.tokens[slot] = bench.tokens[slot][: known[slot]]
+            bench.append(slot, 1)
+            fresh.append(slot, 1)
+        logits = self.logits(len(slots), 4)
+        assert same(bench.apply(slots, logits), fresh.apply(slots, logits)), "it keeps drafts"
+
     def test_a_slot_begins_anew(self, processor_type: type[LogitsProcessor]) -> None:
         """Parameters and tokens of the previous request are gone."""
         bench = self.bench(processor_type)

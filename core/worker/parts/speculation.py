@@ -39,6 +39,7 @@ from ..batch import LogitRows, StepInputs, StepRows
 from ..launched_step import DraftCounts, LaunchedStep
 from ..packing import PackedUpload
 from ..sampling.masks import GrammarMasks
+from ..sampling.processors import Processors
 from ..sampling.rejection import DrawnDrafts
 from ..sampling.rounds import DraftPlaces
 from ..sampling.sampling_state import SamplingState
@@ -203,6 +204,7 @@ class Speculation(WorkerPart):
         self._num_drafts = num_drafts
         self._device = table.storage.device
         self._masks: GrammarMasks | None = None
+        self._processors: Processors | None = None
         self._proposal_rows: list[int] = []
         """Rows of the current plan with new drafts."""
         self._operations = operations
@@ -274,7 +276,7 @@ class Speculation(WorkerPart):
         return lambda: DraftResult(_numbers(step, useless), step.verified)
 
     def routes(self, runner: ModelRunner) -> list[Route]:
-        self._masks = runner.masks
+        self._masks, self._processors = runner.masks, runner.sampler.processors
         self._masks.seeks_forced = True
         runner.sampler.rejects = self.rejects
         return [DraftedRoute(runner, self)]
@@ -368,15 +370,14 @@ class Speculation(WorkerPart):
     # ------------------------------------------------------------ proposals
 
     def proposal_rows(self, plan: StepPlan) -> list[int]:
-        """Return the plan's rows that get drafts: sampling ones without a logits processor."""
+        """Return the plan's rows that get drafts: sampling ones, unless a logits processor bars
+        them."""
         if self._speculator is None and self._group.size == 1:
             return []
-        alone = self._sampling.processed
-        return [
-            row
-            for row, (slot, samples) in enumerate(zip(plan.slots, plan.samples, strict=True))
-            if samples and not alone(slot)
-        ]
+        rows = [row for row, samples in enumerate(plan.samples) if samples]
+        if not (processors := self._processors):
+            return rows
+        return [row for row in rows if not processors.bars_drafts(plan.slots[row])]
 
     def _observe(self, plan: StepPlan) -> None:
         """Let a speculator with needs read what the step has computed."""

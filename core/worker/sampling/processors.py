@@ -84,6 +84,12 @@ class Processors:
                 except Exception:
                     logger.exception("%s failed at the end of a request", active.who)
 
+    def bars_drafts(self, slot: int) -> bool:
+        """Return whether a processor serves the slot that sees each token once, in order."""
+        return any(
+            slot in active.slots and not active.processor.stateless for active in self._active
+        )
+
     def serves(self, rows_host: Sequence[int], *, invariant: bool) -> bool:
         """Return whether `apply` would change anything."""
         return any(self._rows(active, rows_host, invariant) for active in self._active)
@@ -102,7 +108,6 @@ class Processors:
         self,
         logits: torch.Tensor,
         rows_host: Sequence[int],
-        slots: torch.Tensor,
         lengths: torch.Tensor,
         *,
         invariant: bool,
@@ -113,10 +118,12 @@ class Processors:
             if not rows:
                 continue
             served = tuple(rows_host[row] for row in rows)
-            index = torch.tensor(rows, dtype=torch.int64)
+            # Not the slots of the step: rows whose drafts have ended use the padding slot.
+            numbers = torch.tensor([rows, served], dtype=torch.int64)
             if self._device.type == "cuda":
-                index = index.pin_memory().to(self._device, non_blocking=True)
-            processed_rows = ProcessedRows(served, slots[index], lengths[index].long())
+                numbers = numbers.pin_memory().to(self._device, non_blocking=True)
+            index, slots = numbers
+            processed_rows = ProcessedRows(served, slots, lengths[index].long())
             try:
                 if served != active.last_rows:
                     active.last_rows = served

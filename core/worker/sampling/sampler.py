@@ -242,10 +242,10 @@ class Sampler(PerSlot):
         first, skip = EDITS & ~Flag.PENALTIES, Flag.LOGPROBS
         edit = self._operations.edit_logits
         edit(logits, slots, self._tables, work, edits=int(first), scale=False, grammar=_bits(mask))
-        self.processors.apply(work, rows_host, slots, lengths, invariant=False)
+        self.processors.apply(work, rows_host, lengths, invariant=False)
         if drafts is not None or self.processors.serves(rows_host, invariant=True):
             edit(work, slots, self._tables, work, edits=int(Flag.PENALTIES), scale=True)
-            self.processors.apply(work, rows_host, slots, lengths, invariant=True)
+            self.processors.apply(work, rows_host, lengths, invariant=True)
             skip |= EDITS | Flag.SCALED
         else:
             skip |= first

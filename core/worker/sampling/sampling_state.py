@@ -234,10 +234,6 @@ class SamplingState:
     def has_grammar(self, slot: int) -> bool:
         return bool(self._flags[slot] & Flag.GRAMMAR)
 
-    def processed(self, slot: int) -> bool:
-        """Whether a plugged-in processor serves the slot."""
-        return bool(self._flags[slot] & Flag.PROCESSED)
-
     def scored_rows(self, rows_host: list[int]) -> tuple[Rows, int]:
         """Return rows with log-probabilities, and their largest number of top tokens."""
         slots = np.asarray(rows_host, dtype=np.int64)

@@ -111,7 +111,7 @@ class TorchSampler:
             factors = packed.view(torch.float32)[:, Column.INVERSE_TEMPERATURE]
             processed = processed * factors.unsqueeze(1)
             factors.fill_(1.0)
-            self._processors.apply(processed, served, slots, lengths, invariant=True)
+            self._processors.apply(processed, served, lengths, invariant=True)
         if stages.all_greedy:
             best, token_ids = processed.max(dim=-1)
             bad_rows = best.isfinite().logical_not_()
@@ -171,7 +171,7 @@ class TorchSampler:
         if stages.min_tokens is not None:
             _ban_stops(work, stages.min_tokens, packed, lengths)
         if served:
-            self._processors.apply(work, served, slots, lengths, invariant=False)
+            self._processors.apply(work, served, lengths, invariant=False)
         if stages.penalties is not None:
             self._penalize(work, stages.penalties, packed, slots)
         return work

@@ -30,6 +30,7 @@ class ForcedTokens(LogitsProcessor):
         {"forced_tokens": [2, 17, FREE]},
         {"forced_tokens": [FREE, 80]},
     )
+    stateless: ClassVar[bool] = True
 
     def __init__(self, setup: LogitsProcessorSetup) -> None:
         shape = (setup.num_slots, setup.max_model_len)

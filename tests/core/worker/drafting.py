@@ -12,7 +12,7 @@ from rank_executor import Plugin as Ranks
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.hooks import hookimpl
-from jackfield.core.protocols import Drafts, KnownTokens, Speculator
+from jackfield.core.protocols import Drafts, KnownTokens, LogitsProcessor, Speculator
 from jackfield.core.registry import Provenance, load_plugins
 
 Asked = list[tuple[list[int], SamplingParams]]
@@ -65,8 +65,58 @@ class Silent(Speculator):
         )
 
 
+class Steered(LogitsProcessor):
+    """Adds to the tokens that follow the last one in order: by its request and tokens alone."""
+
+    parameters = frozenset({"steered"})
+    stateless = True
+
+    def __init__(self, setup: Any) -> None:
+        self.history, self.amounts = setup.history, torch.zeros(setup.num_slots)
+
+    def start(self, slot: int, request: Any) -> bool:
+        amount = (request.params.extra_args or {}).get(next(iter(self.parameters)))
+        self.amounts[slot] = amount or 0.0
+        return amount is not None
+
+    def apply(self, logits: torch.Tensor, rows: Any) -> torch.Tensor:
+        last = self.history[rows.device_slots, rows.lengths - 1].long()
+        follows = (last[:, None] + torch.arange(1, 4)) % logits.shape[1]
+        amounts = self.amounts[rows.device_slots]
+        return logits.scatter_add(1, follows, amounts[:, None].expand(-1, 3).contiguous())
+
+
+class Fading(Steered):
+    """Adds less at each call."""
+
+    parameters = frozenset({"fading"})
+    stateless = False
+
+    def apply(self, logits: torch.Tensor, rows: Any) -> torch.Tensor:
+        assert len(set(rows.slots)) == len(rows.slots)
+        self.amounts[rows.device_slots] *= 0.9
+        return super().apply(logits, rows)
+
+
+class Late(Steered):
+    """Changes no greedy token."""
+
+    parameters = frozenset({"late"})
+    argmax_invariant = True
+
+    def apply(self, logits: torch.Tensor, rows: Any) -> torch.Tensor:
+        best = logits.amax(dim=1, keepdim=True)
+        return torch.minimum(super().apply(logits, rows), best)
+
+
 class Plugin:
     jackfield_api = 3
+
+    @hookimpl
+    def register_logits_processors(self, registry: Any) -> None:
+        registry.add("steered", Steered)
+        registry.add("fading", Fading)
+        registry.add("late", Late)
 
     @hookimpl
     def register_speculators(self, registry: Any) -> None:

@@ -154,6 +154,11 @@ EACH: dict[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": {40: 4.0, 50: 3.0}, "frequency_penalty": 0.9},
     "allowed": {"allowed_token_ids": list(range(40, 60)), "repetition_penalty": 1.2},
     "filters": {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "presence_penalty": 0.3},
+    "a processor": {"extra_args": {"steered": 4.0, "late": 1.0}, "logprobs": 2},
+    "a processor of a greedy row": {"extra_args": {"steered": 4.0}, "temperature": 0.0},
+    "a processor with penalties": {
+        "extra_args": {"steered": 3.0}, "frequency_penalty": 0.6, "bad_words": ["e"],
+    },
     **{
         f"grammar {next(iter(kind))}": {
             "structured_outputs": StructuredOutputsParams(**kind), "ignore_eos": False,
@@ -187,6 +192,17 @@ def test_a_row_with_drafts_asks_for(name: str, engines: Engines) -> None:
     engines.compare(one)
     assert engines.pair.drafted.stats().spec_decode_num_accepted_tokens > before
     engines.compare([*one, ([5, 6, 7], asking(temperature=0.0)), ([9, 9], asking(max_tokens=1))])
+
+
+def test_a_processor_that_counts_calls_has_rows_without_drafts(engines: Engines) -> None:
+    """Beside rows with drafts, and one whose other processor would allow them."""
+    before = engines.pair.drafted.stats().spec_decode_num_draft_tokens
+    prompt = list(b"So it is that ")
+    fading: Asked = [(prompt, asking(extra_args={"fading": 5.0, "steered": 1.0}))]
+    engines.compare(fading)
+    assert engines.pair.drafted.stats().spec_decode_num_draft_tokens == before
+    engines.compare([*fading, (prompt, asking()), (prompt, asking(extra_args={"steered": 2.0}))])
+    assert engines.pair.drafted.stats().spec_decode_num_draft_tokens > before
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
@@ -256,6 +272,11 @@ def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
     }.items():
         if draw(st.integers(0, 3)) == 0:
             options[name] = draw(values)
+    if draw(st.integers(0, 4)) == 0:
+        names = st.sampled_from(["steered", "late", "fading"])
+        options["extra_args"] = draw(
+            st.dictionaries(names, st.sampled_from([0.5, 3.0]), min_size=1)
+        )
     if draw(st.integers(0, 2)) == 0:
         options.pop("allowed_token_ids", None)
         kind = draw(st.sampled_from(GRAMMARS))

@@ -24,6 +24,7 @@ class Avoid(LogitsProcessor):
 
     parameters = frozenset({"avoid_last"})
     examples = ({"avoid_last": 2.0}, {"avoid_last": 5.0}, {"avoid_last": 11})
+    stateless = True
 
     @classmethod
     def check(cls, params: SamplingParams) -> None:
@@ -192,6 +193,32 @@ class HasRoomForFew(Avoid):
         logits_out = logits.clone()
         logits_out[:32] = super().apply(logits, rows)[:32]
         return logits_out
+
+
+class ServesOnePlaceOfASlot(Avoid):
+    def apply(self, logits: torch.Tensor, rows: ProcessedRows) -> torch.Tensor:
+        last = list({slot: row for row, slot in enumerate(rows.slots)}.values())
+        logits_out = logits.clone()
+        logits_out[last] = super().apply(logits, rows)[last]
+        return logits_out
+
+
+class KeepsDrafts(Avoid):
+    """Once it has seen a length, it leaves shorter ones alone."""
+
+    def __init__(self, setup: LogitsProcessorSetup) -> None:
+        super().__init__(setup)
+        self.longest = torch.zeros(setup.num_slots, dtype=torch.int64)
+
+    def start(self, slot: int, request: SlotStart) -> bool:
+        self.longest[slot] = 0
+        return super().start(slot, request)
+
+    def apply(self, logits: torch.Tensor, rows: ProcessedRows) -> torch.Tensor:
+        slots = rows.device_slots
+        self.longest.scatter_reduce_(0, slots, rows.lengths, "amax")
+        done = (rows.lengths < self.longest[slots]).unsqueeze(1)
+        return torch.where(done, logits, super().apply(logits, rows))
 
 
 MUTANTS = [
