@@ -34,7 +34,8 @@ class Media(SchedulerPart):
 
     def __init__(self, services: PartServices, most_kept: int, whole_spans: bool) -> None:
         """most_kept: rows of outputs that are kept; more if one item, or one prompt that cannot be
-        split, has more. whole_spans: the tokens of an item are computed in one step."""
+        split, has more, and for items that are a prompt's last token. whole_spans: the tokens of an
+        item are computed in one step."""
         self._block_size = services.kv.block_size
         self._budget = services.max_num_batched_tokens
         self._chunked = services.chunked
@@ -67,21 +68,30 @@ class Media(SchedulerPart):
 
     def begin_plan(self, builder: PlanBuilder) -> None:
         self._builder = builder
+        # Of a plan that was not made, as its only row found no blocks.
+        self._touched.clear()
+        for item in self._encode:
+            if item.digest not in self._users:
+                del self._kept[item.digest]
+        self._encode = [item for item in self._encode if item.digest in self._users]
+        self._encoded_rows = sum(item.num_rows for item in self._encode)
 
     def cost(self, request: Request, hits: PrefixHits) -> int | None:
         """Return 0, or None if its first row would be empty."""
         computed = hits.num_blocks * self._block_size
         item = next((item for item in _items(request) if item.end > computed), None)
-        if item is None or item.start > computed:
+        if item is None or _latest_end(request, item) > computed:
             return 0
         assert self._builder is not None
-        if self._whole_spans and item.end - computed > self._builder.budget:
+        reach = item.end if self._whole_spans else item.start + 1
+        if reach - computed > self._builder.budget:
             return None
-        return 0 if self._is_possible(item) else None
+        return 0 if self._is_possible(request, item) else None
 
     def look_at(self, request: Request) -> int | None:
         computed = request.num_computed_tokens
-        return next((item.start for item in _items(request) if item.end > computed), None)
+        item = next((item for item in _items(request) if item.end > computed), None)
+        return None if item is None else _latest_end(request, item)
 
     def chunk_tokens(self, request: Request, count: int) -> int:
         computed = request.num_computed_tokens
@@ -89,13 +99,12 @@ class Media(SchedulerPart):
         for number, item in enumerate(_items(request)):
             if item.end <= computed:
                 continue
-            if item.start >= end:
+            latest = _latest_end(request, item)
+            if latest >= end:
                 break
             split = self._whole_spans and item.end > end
-            if split or not self._hold(request, number, item):
-                # A last token alone would be a decode row, which parts do not see.
-                alone = request.num_tokens - item.start == 1
-                return max(0, item.start - alone - computed)
+            if item.start >= end or split or not self._hold(request, number, item):
+                return max(0, latest - computed)
         return count
 
     def chunk_planned(self, request: Request) -> None:
@@ -123,13 +132,15 @@ class Media(SchedulerPart):
 
     # ------------------------------------------------------------ outputs
 
-    def _is_possible(self, item: MediaItem) -> bool:
+    def _is_possible(self, request: Request, item: MediaItem) -> bool:
         """Return whether an item's output is there, or may be made with this plan."""
         if item.content.digest in self._kept or not self._chunked:
             return True
         rows = item.content.num_rows
         if self._encoded_rows and self._encoded_rows + rows > self._budget:
             return False
+        if _is_last(request, item):  # Its request holds the item before it until both are there.
+            return True
         needed = sum(self._kept[digest] for digest in self._users.keys() | self._touched)
         return not needed or needed + rows <= self._most_kept
 
@@ -139,7 +150,7 @@ class Media(SchedulerPart):
         if number in held:
             self._touched.add(held[number])
             return True
-        if not self._is_possible(item):
+        if not self._is_possible(request, item):
             return False
         content = item.content
         digest, rows = content.digest, content.num_rows
@@ -235,3 +246,14 @@ class SpanMedia(Media):
 def _items(request: Request) -> tuple[MediaItem, ...] | list[MediaItem]:
     media: RequestMedia | None = request.parts.get(NAME)
     return () if media is None else media.items  # type: ignore[return-value]
+
+
+def _latest_end(request: Request, item: MediaItem) -> int:
+    """Return where a chunk before an item ends at the latest: a last token alone would be a decode
+    row, which parts do not see."""
+    return item.start - _is_last(request, item)
+
+
+def _is_last(request: Request, item: MediaItem) -> bool:
+    """Return whether an item is the last token alone."""
+    return request.num_tokens - item.start == 1

@@ -20,6 +20,8 @@ from jackfield.core.parts.media import (
     late_extras,
 )
 from jackfield.core.request import Request
+from jackfield.core.scheduling.parts.media import Media
+from jackfield.core.scheduling.plan_builder import PlanBuilder
 from jackfield.core.scheduling.scheduler import Scheduler
 from jackfield.core.step import StepPlan
 
@@ -72,10 +74,10 @@ class MediaWorker(ReplayingWorker):
             assert item.digest == f"picture {item.tensors['pixels'].data[0]}"
             self.outputs[item.digest] = item.num_rows
             self.num_encoded += 1
-        rows = sum(self.outputs.values())
         new = sum(item.num_rows for item in part.encode)
         assert new <= self.budget or len(part.encode) == 1, "encodes too much at once"
-        assert rows <= MOST_KEPT or len(self.outputs) == 1, "keeps too much"
+        kept = [count for count in self.outputs.values() if count > 1]  # Others may be last tokens.
+        assert sum(kept) <= MOST_KEPT or len(kept) == 1, "keeps too much"
         for start in plan.starts:
             sent = start.parts.get(NAME)
             self.items[start.slot] = () if sent is None else sent.items
@@ -159,7 +161,6 @@ class SpanMachine(MediaMachine):
 MACHINES = (MediaMachine, MediaConnectorMachine, MediaDraftMachine, SpanMachine)
 
 
-@pytest.mark.slow  # Rarely, somebody never finishes: not understood yet.
 @pytest.mark.parametrize("machine", MACHINES)
 def test_random_steps(machine: type[PriorityMachine]) -> None:
     encoded = parts = 0
@@ -173,7 +174,8 @@ def test_random_steps(machine: type[PriorityMachine]) -> None:
 
     run_machine(Counting, 1000)
     assert encoded, "the machine encodes nothing"
-    assert parts, "no chunk or prefix hit ends inside an item"
+    # Of items that are computed together, only a prefix hit computes a part.
+    assert parts or machine is SpanMachine, "no chunk or prefix hit ends inside an item"
 
 
 @pytest.mark.slow
@@ -252,3 +254,58 @@ def test_a_failed_request_leaves_no_doubtful_output() -> None:
     planner.check_invariants()
     add(planner, seeing(5))
     assert step(planner) == (["5"], ["5"])
+
+
+def finish(planner: Scheduler, steps: int = 100) -> None:
+    for _ in range(steps):
+        if not (planner.num_running or planner.num_waiting):
+            return
+        if (plan := planner.schedule()) is not None:
+            assert all(plan.num_tokens), "an empty row"
+            run(planner, plan)
+        planner.check_invariants()
+    raise AssertionError("somebody never finishes")
+
+
+@pytest.mark.parametrize("before", [1, 15, 16, 17])
+@pytest.mark.parametrize("budget", [2, 16])
+def test_an_item_that_is_the_last_token_is_never_a_decode_row(before: int, budget: int) -> None:
+    planner = scheduler(max_num_batched_tokens=budget)
+    request = make_request(before + 1, max_tokens=3)
+    give(request, [MediaItem(before, content(0, 1))])
+    add(planner, request)
+    for _ in range(100):
+        computed = request.num_computed_tokens
+        plan = planner.schedule()
+        assert plan is not None
+        if request.num_computed_tokens > before:
+            assert computed < before, "the last token came alone"
+            break
+        run(planner, plan)
+    run(planner, plan)
+    finish(planner)
+
+
+def test_an_item_that_is_the_last_token_finds_room_beside_the_one_before() -> None:
+    planner = scheduler()
+    large = content(5, tokens_of(5))  # More rows than are kept.
+    request = make_request(19, max_tokens=1)
+    give(request, [MediaItem(0, large), MediaItem(18, content(0, 1))])
+    add(planner, request)
+    finish(planner)
+
+
+def test_what_a_plan_took_that_was_not_made_leaves_room() -> None:
+    """Its only row took an item, and then found no block."""
+    planner = scheduler()
+    media = planner.part(Media)
+    assert media is not None
+    first, second = seeing(5), seeing(4)
+    media.begin_plan(PlanBuilder(16, False, 0))
+    assert media.chunk_tokens(first, 16) == 16
+    assert media.chunk_tokens(second, 16) < 16, "no room beside the first"
+    media.leave(first)
+    media.begin_plan(PlanBuilder(16, False, 0))
+    assert media.chunk_tokens(second, 16) == 16
+    part = media.plan_part(0, PlanBuilder(16, False, 0))
+    assert part is not None and [item.digest for item in part.encode] == ["picture 4"]
