@@ -166,7 +166,13 @@ async def test_preempted_prompts_are_encoded_and_placed_again(made: Made) -> Non
         max_model_len=max(counts) + new + 2,
         enable_prefix_caching=False,
     ) as engine:  # fmt: skip
-        outputs = await asyncio.gather(*(run(engine, made, case, new) for case in together))
+        # All begin with one step, however long their pictures take.
+        await engine.pause_generation("keep", clear_cache=False)
+        running = asyncio.gather(*(run(engine, made, case, new) for case in together))
+        while engine.stats().num_requests_waiting < len(together):
+            await asyncio.sleep(0.001)
+        await engine.resume_generation()
+        outputs = await running
         for case, output in zip(together, outputs, strict=True):
             check(made, case, output, new)
         assert windows or engine.stats().num_preemptions > 0
