@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import transformers
 from seeing_models import TEMPLATE, TEXT, randomize, tokenizer_with
+from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
 RATE = 16_000
 TOWER: dict[str, Any] = {
@@ -44,19 +45,26 @@ class Family(NamedTuple):
     extractor: str = "WhisperFeatureExtractor"
     most_seconds: float = 3
     """Of the longest recording that tests send."""
+    same_length: bool = False
+    """Of recordings: `transformers` lets the shorter ones of a batch see what fills them up."""
+    loud: str = ""
+    """Part of the names of weights that are larger, so that recordings differ."""
 
 
 def by_processor(
-    kind: str, token: str, **attributes: Any
+    kind: str, token: str, **options: Any
 ) -> Callable[[Path], Callable[..., dict[str, Any]]]:
     """Return what `Family.reference` is: by what a processor of `transformers` writes for each
-    recording, also where it takes one per text."""
+    recording, also where it takes one per text. options: of its processing."""
 
     def reference(folder: Path) -> Callable[..., dict[str, Any]]:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
         extractor: Any = transformers.AutoFeatureExtractor.from_pretrained(folder)
         own = SimpleNamespace(
-            feature_extractor=extractor, tokenizer=tokenizer, audio_token=token, **attributes
+            feature_extractor=extractor,
+            tokenizer=tokenizer,
+            audio_token=token,
+            max_audio_len=600,
         )
         processor: Any = getattr(transformers, kind)
         for name in ("_process_audio", "_get_audio_token_length", "replace_audio_token"):
@@ -69,7 +77,7 @@ def by_processor(
             if images:
                 data, replaced = own._process_audio(
                     list(images), sampling_rate=RATE, return_attention_mask=True,
-                    return_tensors="pt",
+                    return_tensors="pt", **options,
                 )  # fmt: skip
                 for words, sound in zip(others, replaced, strict=True):
                     first += sound + words
@@ -104,6 +112,44 @@ def voxtral(folder: Path) -> Callable[..., dict[str, Any]]:
     return process
 
 
+def granite(folder: Path) -> Callable[..., dict[str, Any]]:
+    """As `GraniteSpeechProcessor`, whose extractor takes torchaudio: its spectrum by the functions
+    of `transformers`."""
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    filters = mel_filter_bank(257, 16, 0.0, 8000.0, RATE, norm=None, mel_scale="htk")
+    window = np.zeros(512)
+    window[56:456] = window_function(400, "hann")
+
+    def features(sound: np.ndarray) -> torch.Tensor:
+        bands = spectrogram(
+            sound.astype(np.float64), window, 512, 160, fft_length=512, power=2.0,
+            mel_filters=filters, mel_floor=1e-10, log_mel="log10",
+        )  # fmt: skip
+        bands = np.maximum(bands, bands.max() - 8.0) / 4 + 1
+        return torch.from_numpy(bands.T[: len(bands.T) // 2 * 2].reshape(-1, 32)).float()
+
+    def process(images: Any, text: str, return_tensors: str) -> dict[str, Any]:
+        first, *others = text.split("<|audio|>")
+        data: dict[str, Any] = {}
+        if images:
+            sizes = transformers.GraniteSpeechFeatureExtractor._get_num_audio_features(
+                SimpleNamespace(
+                    melspec_kwargs={"hop_length": 160}, projector_window_size=15,
+                    projector_downsample_rate=5,
+                ),  # type: ignore[arg-type]
+                [len(sound) for sound in images],
+            )  # fmt: skip
+            data["input_features"] = torch.nn.utils.rnn.pad_sequence(
+                [features(sound) for sound in images], batch_first=True
+            )
+            data["input_features_mask"] = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]
+            for words, count in zip(others, sizes, strict=True):
+                first += "<|audio|>" * count + words
+        return {**tokenizer(first, return_tensors="pt", add_special_tokens=False), **data}
+
+    return process
+
+
 FAMILIES: dict[str, Family] = {
     "Qwen2AudioForConditionalGeneration": Family(
         {"text_config": QWEN, "audio_config": BART, "audio_token_index": 300},
@@ -126,7 +172,7 @@ FAMILIES: dict[str, Family] = {
             "audio_token_id": 300,
         },
         EXTRACTOR, ("<sound>",), "<sound>",
-        by_processor("AudioFlamingo3Processor", "<sound>", max_audio_len=600),
+        by_processor("AudioFlamingo3Processor", "<sound>"),
     ),
     "GlmAsrForConditionalGeneration": Family(
         {
@@ -135,7 +181,40 @@ FAMILIES: dict[str, Family] = {
             "audio_token_id": 300,
         },
         {**EXTRACTOR, "hop_length": 200}, ("<|pad|>",), "<|pad|>",
-        by_processor("GlmAsrProcessor", "<|pad|>", max_audio_len=655),
+        by_processor("GlmAsrProcessor", "<|pad|>"),
+    ),
+    "Qwen3ASRForConditionalGeneration": Family(
+        {
+            "text_config": {**TEXT, "model_type": "qwen3", "tie_word_embeddings": False},
+            "tie_word_embeddings": False,
+            "audio_config": {
+                "num_mel_bins": 16, "d_model": 32, "encoder_layers": 2, "output_dim": 64,
+                "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "n_window_infer": 200,
+                "downsample_hidden_size": 8, "initializer_range": 0.2,
+            },
+            "audio_token_id": 300,
+        },
+        {"feature_size": 16}, ("<|audio_pad|>",), "<|audio_pad|>",
+        by_processor("Qwen3ASRProcessor", "<|audio_pad|>", padding=True, truncation=False),
+        "Qwen3ASRFeatureExtractor",
+    ),
+    "GraniteSpeechForConditionalGeneration": Family(
+        {
+            "text_config": {**TEXT, "model_type": "granite"},
+            "encoder_config": {
+                "input_dim": 32, "num_layers": 2, "hidden_dim": 32, "feedforward_mult": 2,
+                "num_heads": 4, "dim_head": 8, "output_dim": 12, "context_size": 20,
+                "max_pos_emb": 24, "conv_kernel_size": 5,
+            },
+            "projector_config": {
+                "model_type": "blip_2_qformer", "hidden_size": 32, "num_hidden_layers": 2,
+                "num_attention_heads": 4, "intermediate_size": 48, "encoder_hidden_size": 32,
+                "cross_attention_frequency": 1,
+            },
+            "audio_token_index": 300, "has_lora_adapter": False, "initializer_range": 0.2,
+        },
+        {"feature_size": 16, "n_fft": 512}, ("<|audio|>",), "<|audio|>", granite,
+        same_length=True, loud="crossattention",
     ),
 }  # fmt: skip
 
@@ -147,6 +226,10 @@ def save(architecture: str, folder: Path, **changes: Any) -> Any:
     torch.manual_seed(7)
     model = kind(kind.config_class(**{**copy.deepcopy(family.config), **changes})).float().eval()
     randomize(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if family.loud and family.loud in name and parameter.dim() > 1:
+                parameter.mul_(6)
     model.save_pretrained(folder)
     template = TEMPLATE.replace("PICTURE", family.written).replace("'image'", "'audio'")
     tokenizer_with(family.specials, template).save_pretrained(folder)
@@ -155,8 +238,8 @@ def save(architecture: str, folder: Path, **changes: Any) -> Any:
 
 
 def sound(seed: int, seconds: float = 0.8) -> np.ndarray:
-    """A tone in noise."""
+    """A tone in noise, of whole frames (of others, some processors count one less in a batch)."""
     random = np.random.default_rng(seed)
-    times = np.arange(int(seconds * RATE)) / RATE
+    times = np.arange(int(seconds * 100) * RATE // 100) / RATE
     tone = 0.3 * np.sin(2 * np.pi * random.integers(100, 4000) * times)
     return (tone + random.normal(0, 0.05, len(times))).astype(np.float32)

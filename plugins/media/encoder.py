@@ -18,7 +18,7 @@ from ...core.protocols.media import MediaSetup, RopeSections
 from ..models.fallback.build import allocate
 from .processor import NORMALISATION
 
-PREFIXES = ("model.", "")
+PREFIXES = ("model.", "thinker.model.", "thinker.", "")
 """What checkpoints write before the names of a model's parts."""
 
 
@@ -66,6 +66,9 @@ class TransformersEncoder(nn.Module):
             if name in whole._modules:
                 delattr(whole, name)
         whole.eval()
+        for module in whole.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.num_batches_tracked = None  # Only training counts.
         # Each model inside, the innermost first, knows the buffers of its own modules.
         for module in reversed(list(whole.modules())):
             if isinstance(module, PreTrainedModel):
@@ -75,8 +78,8 @@ class TransformersEncoder(nn.Module):
         self.weight_map: WeightMap = EncoderWeights(found=names, renamed_parts=self.renamed_parts)
         self.dtype = build.dtype
 
-    @staticmethod
-    def create(config: Any, dtype: torch.dtype) -> Any:
+    @classmethod
+    def create(cls, config: Any, dtype: torch.dtype) -> Any:
         """Return the whole model, without its head."""
         from transformers import AutoModel
 

@@ -21,11 +21,14 @@ def positions_of(items: Sequence[PlacedItem], num_tokens: int) -> tuple[np.ndarr
     """See `MediaEncoder.positions`.
 
     The tokens of a picture have the frame, row and column of their unit, from the position that a
-    word in its place would have; what follows goes on behind the largest of these.
+    word in its place would have; what follows goes on behind the largest of these. Items without a
+    grid are like words.
     """
     positions = np.empty((3, num_tokens), dtype=np.int64)
     done = position = 0
     for item in items:
+        if not item.grid:
+            continue
         words = item.start - done
         positions[:, done : item.start] = position + np.arange(words)
         position += words

@@ -90,6 +90,9 @@ class FeatureExtractor:
 class AudioEncoder(TransformersEncoder):
     """The parts of a model of `transformers` that read recordings."""
 
+    class_name: ClassVar[str] = ""
+    """Of `transformers`; "": the checkpoint's architecture."""
+
     def encode_together(
         self, items: Sequence[Mapping[str, torch.Tensor]]
     ) -> Sequence[torch.Tensor]:
@@ -106,11 +109,16 @@ class AudioEncoder(TransformersEncoder):
         rows: torch.Tensor = getattr(output, "pooler_output", output)
         return rows.reshape(-1, rows.shape[-1])
 
-    @staticmethod
-    def create(config: Any, dtype: torch.dtype) -> Any:
+    @classmethod
+    def create(cls, config: Any, dtype: torch.dtype) -> Any:
         import transformers
 
-        kind: Any = getattr(transformers, config.architectures[0])
+        kind: Any = getattr(transformers, cls.class_name or config.architectures[0])
         whole = kind._from_config(config, dtype=dtype)
-        # Some classes keep their parts in a model inside, some do not.
-        return whole.model if hasattr(whole.model, "audio_tower") else whole
+        inner = whole._modules.get("model")
+        if hasattr(inner, "audio_tower") or hasattr(inner, "encoder"):
+            return inner
+        # In some versions, a part of its own is the text's.
+        for name in ("model", "lm_head"):
+            whole._modules.pop(name, None)
+        return whole

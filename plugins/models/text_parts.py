@@ -9,6 +9,7 @@ BY_TYPE = (
     "Exaone4_5_ForConditionalGeneration", "Gemma3ForConditionalGeneration",
     "Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration", "GlmAsrForConditionalGeneration",
+    "GraniteSpeechForConditionalGeneration",
     "GotOcr2ForConditionalGeneration",
     "HCXVisionForCausalLM", "HCXVisionV2ForCausalLM",
     "HyperCLOVAXVisionV2ForConditionalGeneration", "Idefics2ForConditionalGeneration",
@@ -20,10 +21,10 @@ BY_TYPE = (
     "LlavaNextVideoForConditionalGeneration", "LlavaOnevisionForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration", "Mistral3ForConditionalGeneration",
     "Ovis2ForConditionalGeneration", "Qwen2AudioForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
-    "SmolVLMForConditionalGeneration", "VideoLlama3ForConditionalGeneration",
-    "VideoLlavaForConditionalGeneration", "VipLlavaForConditionalGeneration",
-    "VoxtralForConditionalGeneration",
+    "Qwen3ASRForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration", "SmolVLMForConditionalGeneration",
+    "VideoLlama3ForConditionalGeneration", "VideoLlavaForConditionalGeneration",
+    "VipLlavaForConditionalGeneration", "VoxtralForConditionalGeneration",
 )  # fmt: skip
 """Served by the architecture or type that the text configuration states."""
 TEXT_PARTS = {
@@ -36,6 +37,8 @@ TEXT_PARTS = {
     ),
     "MiniMaxM3SparseForConditionalGeneration": "MiniMaxM3SparseForCausalLM",
     "Qwen2VLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen2_5OmniForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen2_5OmniModel": "Qwen2ForCausalLM",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3OmniMoeForConditionalGeneration": "Qwen3VLMoeTextForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",

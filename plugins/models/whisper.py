@@ -64,12 +64,18 @@ def mel_filters(bands: int) -> torch.Tensor:
     edges = np.where(
         mels < first_log, mels * step, linear_end * np.exp(log_step * (mels - first_log))
     )
-    bins = np.linspace(0.0, SAMPLING_RATE / 2, WINDOW // 2 + 1)
-    ramps = edges[:, None] - bins[None, :]
-    widths = np.diff(edges)[:, None]
-    filters = np.maximum(0.0, np.minimum(-ramps[:-2] / widths[:-1], ramps[2:] / widths[1:]))
+    filters = triangles(edges, np.linspace(0.0, SAMPLING_RATE / 2, WINDOW // 2 + 1))
     filters *= 2.0 / (edges[2:] - edges[:-2])[:, None]
     return torch.from_numpy(filters.astype(np.float32))
+
+
+def triangles(edges: np.ndarray, bins: np.ndarray) -> np.ndarray:
+    """Return filters that rise from an edge to the next, and fall to the one after it: [number of
+    edges - 2, bins]."""
+    ramps = edges[:, None] - bins[None, :]
+    widths = np.diff(edges)[:, None]
+    filters: np.ndarray = np.minimum(-ramps[:-2] / widths[:-1], ramps[2:] / widths[1:])
+    return np.maximum(0.0, filters)
 
 
 class DecoderPositions(LearnedPositions):

@@ -47,7 +47,8 @@ class Item(NamedTuple):
     def of(self, architecture: str) -> Any:
         family = hearing_models.FAMILIES.get(architecture)
         if family is not None:
-            seconds = family.most_seconds * self.height / TALLEST
+            height = TALLEST if family.same_length else self.height
+            seconds = family.most_seconds * height / TALLEST
             return hearing_models.sound(self.seed, seconds)
         return picture(self.seed, self.width, self.height)
 
