@@ -83,7 +83,7 @@ def pack(tower: nn.Module, operations: Operations) -> None:
     for parent in list(tower.modules()):
         for name, own in list(parent.named_children()):
             kind = type(own).__name__
-            if kind.endswith("VisionAttention"):
+            if kind.endswith("VisionAttention") and hasattr(own, "qkv"):
                 setattr(parent, name, PackedAttention(own, lengths, operations))
             elif isinstance(getattr(own, "proj", None), nn.Conv3d):
                 setattr(parent, name, PackedPatches(own))
