@@ -163,8 +163,8 @@ class Memory(msgspec.Struct, frozen=True):
     """Memory of one owner, on one rank."""
 
     owner: str
-    """weights, kv_cache, weights_copy (in host memory); allocator: what torch holds, all of these
-    and steps' own; device_used: by all programs; process: of this one on its host."""
+    """weights, draft_weights, kv_cache, weights_copy (in host memory); allocator: what torch holds,
+    all of these and steps' own; device_used: by all programs; process: of this one on its host."""
     nbytes: int
     where: str
     """A device; "host"; or "released"."""

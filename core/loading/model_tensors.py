@@ -36,6 +36,16 @@ class ModelTensors:
                 numbers[path] = value
         return cls(tensors, numbers)
 
+    def without(self, others: ModelTensors) -> ModelTensors:
+        """Return those whose memory is not also that of others."""
+        shared = others.storages()
+        own = {
+            path: tensor
+            for path, tensor in self.tensors.items()
+            if tensor.untyped_storage().data_ptr() not in shared
+        }
+        return ModelTensors(own, self.numbers)
+
     def storages(self) -> dict[int, tuple[str, torch.UntypedStorage]]:
         """Return the memory of all tensors, each once: address → path of a tensor in it, memory."""
         found: dict[int, tuple[str, torch.UntypedStorage]] = {}

@@ -7,7 +7,10 @@ that of a fresh engine with these weights. It takes as much memory as the first 
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -25,6 +28,23 @@ from .model_tensors import ModelTensors
 from .quantize import choose_method
 from .weight_map import ParameterFiller, WeightMap
 
+logger = logging.getLogger("jackfield.loading")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelBeside:
+    """A model that serves beside the engine's, as a draft model does."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    ranks: Ranks
+    architecture: Any
+    """These: what it was built from, as `build_model` takes it."""
+    tensors: ModelTensors
+    """Its own: not those that it shares with the engine's model."""
+    in_checkpoint: bool
+    """Whether it is in the checkpoint of the engine's model, so that updates bring its tensors."""
+
 
 class SecondModel:
     """Takes each tensor of a checkpoint once."""
@@ -38,11 +58,22 @@ class SecondModel:
         operations: Operations,
         ranks: Ranks,
         serving: ModelTensors,
+        *,
+        architecture: Any = None,
+        beside: Sequence[ModelBeside] = (),
     ) -> None:
-        """serving: the first model's tensors, as `build_model` made it."""
+        """serving: the first model's tensors, as `build_model` made it from `architecture`; beside:
+        models whose tensors are in the same checkpoint."""
         self._plugins, self._config, self._device, self._ranks = plugins, config, device, ranks
         self._serving = serving
-        self._model_config = model_config
+        self._model_config, self._architecture = model_config, architecture
+        self._beside = [
+            SecondModel(
+                plugins, each.config, each.model_config, device, operations, each.ranks,
+                each.tensors, architecture=each.architecture,
+            )
+            for each in beside
+        ]  # fmt: skip
         self._model = self._constructed(operations)
         if self._lacks_head():
             self._model_config = untied(model_config)
@@ -60,8 +91,9 @@ class SecondModel:
         config, model_config = self._config, self._model_config
         method = choose_method(self._plugins, config, model_config, self._device)
         return construct_model(
-            self._plugins, config, model_config, self._device, operations, self._ranks, method
-        )
+            self._plugins, config, model_config, self._device, operations, self._ranks, method,
+            self._architecture,
+        )  # fmt: skip
 
     def _lacks_head(self) -> bool:
         """Whether the serving model has a head of its own, despite its configuration."""
@@ -91,6 +123,8 @@ class SecondModel:
         model_config = dataclasses.replace(self._model_config, path=folder)
         load_weights(self._plugins, config, model_config, self._model, self._device, self._ranks)
         self._read = True
+        for each in self._beside:
+            each.read(path, load_format)
 
     def put(self, parts: tuple[TensorPart, ...], data: bytes | memoryview) -> None:
         """Fill it from the bytes of tensors. Raises LoadError."""
@@ -150,6 +184,14 @@ class SecondModel:
         if self._filler is None:
             self._filler = ParameterFiller(self._model, self._model.weight_map)  # type: ignore[arg-type]
         self._filler.fill(name, tensor.to(self._device))
+        for each in self._beside:
+            if each.has_place_for(name):
+                each.add(name, tensor)
+
+    def has_place_for(self, name: str) -> bool:
+        """Return whether a checkpoint's tensor is of this model, of those that are in it."""
+        weight_map: WeightMap = self._model.weight_map  # type: ignore[assignment]
+        return weight_map.own(name) is not None
 
     def _check_new(self, name: str) -> None:
         if name in self._names or name in self._parts:
@@ -171,16 +213,30 @@ class SecondModel:
             if self._filler is None:
                 raise LoadError("the update has no tensors")
             self._filler.finish()
-        finish_model(self._plugins, self._config, self._model_config, self._model)
+        finish_model(
+            self._plugins, self._config, self._model_config, self._model, self._architecture
+        )
         tensors = ModelTensors.of(self._model)
         tensors.check_like(self._serving)
+        count = WeightCount(len(self._names), tensors.nbytes)
+        for each in self._beside:
+            if each._read or each._names:
+                count = WeightCount(count.num_tensors, count.nbytes + each.finish().nbytes)
+            else:
+                logger.warning(
+                    "the update has no tensors of the drafting layers, which stay as they are: "
+                    "fewer drafts may be accepted"
+                )
         self.tensors = tensors
-        return WeightCount(len(self._names), tensors.nbytes)
+        return count
 
     def apply(self) -> None:
         """Copy it into the serving model."""
         assert self.tensors is not None, "finish() comes first"
         self._serving.copy_from(self.tensors)
+        for each in self._beside:
+            if each.tensors is not None:
+                each.apply()
 
 
 EMPTY = torch.empty(0, dtype=torch.uint8)

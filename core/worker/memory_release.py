@@ -21,6 +21,8 @@ from ..loading.model_tensors import ModelTensors
 
 MADV_DONTNEED = 4
 """Linux's: drop pages, which are zeros when they are touched again."""
+BESIDE = "draft_weights"
+KEPT = ("weights", BESIDE)
 
 
 class MemoryRelease:
@@ -33,27 +35,32 @@ class MemoryRelease:
         device: torch.device,
         *,
         has_addresses: bool,
+        beside: Iterable[ModelTensors] = (),
     ) -> None:
-        """has_addresses: recorded steps hold addresses."""
+        """has_addresses: recorded steps hold addresses; beside: other models' weights, which go
+        with the weights and come back as they were, as updates may not bring them."""
         self._device = device
         self._has_addresses = has_addresses
         tensors = (tensor for parts in caches for tensor in parts.values())
         self._storages = {
             "weights": [storage for _, storage in weights.storages().values()],
+            BESIDE: [storage for each in beside for _, storage in each.storages().values()],
             "kv_cache": _storages(tensors),
         }
+        if not self._storages[BESIDE]:
+            del self._storages[BESIDE]
         self._sizes = {
             owner: [storage.nbytes() for storage in storages]
             for owner, storages in self._storages.items()
         }
         self._away: set[str] = set()
         """Owners whose memory is given back."""
-        self._copies: list[torch.Tensor] = []
-        """The weights in host memory, kept for the next time while they stay the same."""
+        self._copies: dict[str, list[torch.Tensor]] = {}
+        """Weights in host memory, kept for the next time while they stay the same."""
 
     def forget_copies(self) -> None:
         """Note that the weights are others now."""
-        self._copies = []
+        self._copies = {}
 
     # ------------------------------------------------------------ release and restore
 
@@ -77,8 +84,15 @@ class MemoryRelease:
 
     def _freed(self, owners: Iterable[str], *, keep: bool) -> list[str]:
         """Return whose memory is given back: the copy of a CPU's weights would be as large."""
-        stays = keep and self._device.type == "cpu"
-        return [owner for owner in owners if not (stays and owner == "weights")]
+        on_cpu = self._device.type == "cpu"
+        stays = {name for name in KEPT if on_cpu and (keep or name == BESIDE)}
+        return [owner for owner in self._with_beside(owners) if owner not in stays]
+
+    def _with_beside(self, owners: Iterable[str]) -> list[str]:
+        named = [*owners]
+        if "weights" in named and BESIDE in self._storages:
+            named.append(BESIDE)
+        return named
 
     def release(self, owners: Iterable[str], *, keep: bool) -> int:
         """Give memory back; return how much. No step is in flight."""
@@ -86,8 +100,9 @@ class MemoryRelease:
         for owner in self._freed(owners, keep=keep):
             if owner in self._away:
                 continue
-            if owner == "weights" and keep and not self._copies:
-                self._copies = [_on_host(storage) for storage in self._storages[owner]]
+            kept = owner == BESIDE or (owner == "weights" and keep)
+            if kept and owner not in self._copies:
+                self._copies[owner] = [_on_host(storage) for storage in self._storages[owner]]
             for storage in self._storages[owner]:
                 freed += _give_back(storage)
             self._away.add(owner)
@@ -98,18 +113,19 @@ class MemoryRelease:
     def restore(self, owners: Iterable[str]) -> bool:
         """Take memory again; return whether the weights need their numbers."""
         missing = False
-        for owner in owners:
+        for owner in self._with_beside(owners):
             if owner not in self._away:
                 continue
+            copies = self._copies.get(owner)
             pairs = zip(self._storages[owner], self._sizes[owner], strict=True)
             for number, (storage, size) in enumerate(pairs):
                 if storage.nbytes() != size:
                     storage.resize_(size)
                     empty: Any = storage
                     empty.fill_(0)
-                if owner == "weights" and self._copies:
-                    storage.copy_(self._copies[number].untyped_storage())
-            missing |= owner == "weights" and not self._copies
+                if copies is not None:
+                    storage.copy_(copies[number].untyped_storage())
+            missing |= owner == "weights" and copies is None
             self._away.discard(owner)
         return missing
 
@@ -120,7 +136,8 @@ class MemoryRelease:
             for owner, sizes in self._sizes.items()
         ]
         if self._copies:
-            owners.append(Memory("weights_copy", sum(c.nbytes for c in self._copies), "host"))
+            copies = [copy for of_one in self._copies.values() for copy in of_one]
+            owners.append(Memory("weights_copy", sum(copy.nbytes for copy in copies), "host"))
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             reserved = torch.cuda.memory_reserved(self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from ..live.worker_jobs import (
 )
 from ..loading.model_config import ModelConfig
 from ..loading.model_tensors import ModelTensors
-from ..loading.second_model import SecondModel
+from ..loading.second_model import ModelBeside, SecondModel
 from ..nn.operations import Operations
 from ..parallel.ranks import Ranks
 from ..registry import Plugins
@@ -52,8 +53,11 @@ class WeightUpdates:
         operations: Operations,
         serving: ModelTensors,
         memory: MemoryRelease,
+        beside: Sequence[ModelBeside] = (),
     ) -> None:
-        """model: the one that serves; serving: its tensors, as it was built; memory: its own."""
+        """model: the one that serves; serving: its tensors, as it was built; memory: its own;
+        beside: what serves beside it."""
+        self._beside = [each for each in beside if each.in_checkpoint]
         self._config, self._model_config, self._plugins = config, model_config, plugins
         self._ranks, self._device, self._operations = ranks, device, operations
         self._model, self._serving, self.memory = model, serving, memory
@@ -115,7 +119,7 @@ class WeightUpdates:
         self._second = None  # Its memory is free before the next one's is taken.
         self._second = SecondModel(
             self._plugins, self._config, self._model_config, self._device, self._operations,
-            self._ranks, self._serving,
+            self._ranks, self._serving, beside=self._beside,
         )  # fmt: skip
 
     def _staged(self) -> SecondModel:

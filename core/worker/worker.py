@@ -115,13 +115,15 @@ class Worker:
         self._started = started
         self.runner = started.runner
         self._unscaled = started.unscaled
+        beside = [model for part in started.runner.parts for model in part.models]
         self._weights = WeightUpdates(
             self.config, self.model_config, self.plugins, self.ranks, self.device,
             started.runner.model, started.operations, started.tensors,
             MemoryRelease(
                 started.tensors, started.caches, self.device,
-                has_addresses=started.graphs is not None,
+                has_addresses=started.graphs is not None, beside=[m.tensors for m in beside],
             ),
+            beside,
         )  # fmt: skip
         if self.config.enable_eplb:
             with torch.inference_mode():

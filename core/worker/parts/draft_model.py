@@ -15,6 +15,8 @@ from ...errors import ConfigError, LoadError
 from ...loading.build import build_model
 from ...loading.json_file import read_object
 from ...loading.model_config import ModelConfig, checkpoint_folder, resolve_model_config
+from ...loading.model_tensors import ModelTensors
+from ...loading.second_model import ModelBeside
 from ...parallel.ranks import ONE_RANK
 from ...protocols.speculators import DraftSite, Speculator, SpeculatorNeeds
 from ..selection import CacheLayer, cache_layers
@@ -25,8 +27,10 @@ from .states import state_layers
 
 def draft_needs(
     start: StartContext, speculator: type[Speculator], options: msgspec.Struct
-) -> tuple[SpeculatorNeeds, list[CacheLayer]]:
-    """Return what the speculator needs, and its model's layers. Raises ConfigError, LoadError."""
+) -> tuple[SpeculatorNeeds, list[CacheLayer], list[ModelBeside]]:
+    """Return what the speculator needs, its model's layers, and what it was built from. Raises
+    ConfigError, LoadError.
+    """
     config, target_config = start.config.speculative_config, start.model_config
     assert config is not None, "no speculator is configured"
     engine_config = _engine_config(start.config, config, target_config)
@@ -37,9 +41,11 @@ def draft_needs(
             draft_config = _resolved(engine_config, start, speculator)
     ranks = ONE_RANK if config.draft_tensor_parallel_size == 1 else start.ranks
 
+    built: list[tuple[nn.Module, ModelConfig, Any]] = []
+
     def load(model_config: ModelConfig, architecture: Any = None) -> nn.Module:
         try:
-            return build_model(
+            model = build_model(
                 start.plugins,
                 engine_config,
                 model_config,
@@ -50,6 +56,8 @@ def draft_needs(
             )
         except LoadError as error:
             raise LoadError(f"{FIELD}: {error.message}", param=FIELD) from error
+        built.append((model, model_config, architecture))
+        return model
 
     site = DraftSite(
         options=options, num_drafts=config.num_drafts, target=start.model,
@@ -63,7 +71,16 @@ def draft_needs(
     if config.max_model_len is not None:
         longest = min(config.max_model_len, needs.longest or config.max_model_len)
         needs = needs._replace(longest=longest)
-    return needs, layers
+    of_target = ModelTensors.of(start.model)
+    in_checkpoint = speculator.checkpoint == "target" and config.model is None
+    beside = [
+        ModelBeside(
+            engine_config, model_config, ranks, architecture,
+            ModelTensors.of(model).without(of_target), in_checkpoint,
+        )
+        for model, model_config, architecture in built
+    ]  # fmt: skip
+    return needs, layers, beside
 
 
 def draft_passes(

@@ -13,6 +13,7 @@ from torch import nn
 
 from ...config import EngineConfig
 from ...loading.model_config import ModelConfig
+from ...loading.second_model import ModelBeside
 from ...nn.attention import Attention
 from ...nn.operations import Operations
 from ...parallel.ranks import Ranks
@@ -133,6 +134,8 @@ class WorkerPart(PerSlot):
     def warm_up(self) -> None:
         """Launch what is launched outside of the forward pass, so that it is compiled."""
 
+    models: Sequence[ModelBeside] = ()
+    """Models of its own, whose weights an update may bring and a sleep puts away."""
     methods: ClassVar[frozenset[str]] = frozenset()
     """Names of methods that `AsyncEngine.collective_rpc` may call, on every rank, between two
     steps. What they take and return is plain data, as msgspec encodes it."""

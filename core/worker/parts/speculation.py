@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ...config.speculative_config import FIELD
+from ...loading.second_model import ModelBeside
 from ...nn.context import Taps
 from ...nn.operations import Operations
 from ...nn.step_operations.drafts import DraftTables
@@ -67,7 +68,9 @@ class SpeculationStart(PartStart):
         self._options = typed_options(
             "", self._speculator_class.options, config.options, field=FIELD
         )
-        self._needs, self._layers = draft_needs(start, self._speculator_class, self._options)
+        self._needs, self._layers, self._models = draft_needs(
+            start, self._speculator_class, self._options
+        )
         self._passes: DraftPasses | None = None
         self.needs = PartNeeds(
             refuses=backend_refusal,
@@ -92,6 +95,7 @@ class SpeculationStart(PartStart):
             group=ranks.tensor,
             passes=self._passes,
             widths=config.widths,
+            models=self._models,
         )
 
     def _speculator(self, site: PartSite) -> tuple[str, Speculator]:
@@ -188,13 +192,14 @@ class Speculation(WorkerPart):
         group: Group = ONE_GROUP,
         passes: DraftPasses | None = None,
         widths: Sequence[int] = (),
+        models: Sequence[ModelBeside] = (),
     ) -> None:
         """`speculator`: on the first rank of `group`, whose drafts all ranks get, and on the others
         if it has passes; `who`: for messages; `num_drafts`: most per row; `passes`: of a speculator
         that needs more than tokens; `widths`: numbers of drafts that all rows of a step may have,
-        which are recorded; without any: the most.
+        which are recorded; without any: the most; `models`: of the speculator.
         """
-        self._passes = passes
+        self._passes, self.models = passes, models
         self.widths = widths or (num_drafts,)
         self._speculator = speculator
         self._group = group
