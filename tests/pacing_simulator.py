@@ -1,8 +1,9 @@
-"""Poisson traffic through the scheduler, `PlanTiming` and `StepSizes` in virtual time, as the step
+"""Traffic through the scheduler, `PlanTiming` and `StepSizes` in virtual time, as the step
 loop drives them: what would a change of policy do to first tokens?
 
     python tests/pacing_simulator.py --rate 33.7 --draws 12
     python tests/pacing_simulator.py --rate 33.7 --draws 12 --ttft-target-ms 0
+    python tests/pacing_simulator.py --bursts --itl-target-ms 0
 
 What the device and the host take is as it was traced of Qwen3-8B on an H200, prompts of 512 tokens
 (docs/benchmarks/traffic.jsonl, `random, traced`).
@@ -68,13 +69,21 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         return alone + (self.beside + self.beside_row * rows if rows else 0.0)
 
 
+class Arrival(NamedTuple):
+    """A request."""
+
+    at: float
+    prompt_len: int = 512
+    output_len: int = 128
+
+
 class Report(NamedTuple):
     """Seconds, as clients see them."""
 
     first_tokens: list[float]
     """From a request to its first token."""
     gaps: list[float]
-    """Between tokens."""
+    """Between tokens; of bursts, those of the streams beside them."""
     idle: float
     """In which the device waited for a launch though a plan was in flight."""
 
@@ -85,36 +94,48 @@ class _InFlight(NamedTuple):
     launched: float
 
 
+def poisson(times: Sequence[float]) -> list[Arrival]:
+    """Return equal requests at these times."""
+    return [Arrival(at) for at in sorted(times)]
+
+
+def bursts(streams: int = 128, size: int = 48, prompt_len: int = 1500) -> list[Arrival]:
+    """Return streams, and prompts that come together every two seconds."""
+    beside = [Arrival(0.0, 128, 900) for _ in range(streams)]
+    return beside + [
+        Arrival(2.0 * number, prompt_len, 1) for number in range(1, 5) for _ in range(size)
+    ]
+
+
 def simulate(
-    times: Sequence[float],
+    requests: Sequence[Arrival],
     server: Server,
     *,
     ttft_target: float,
-    prompt_len: int = 512,
-    output_len: int = 128,
+    itl_target: float = 0.0,
     seed: int = 0,
 ) -> Report:
-    """Serve requests that arrive at these times, to their end."""
+    """Serve requests, in order of arrival, to their end."""
     draw = random.Random(seed)
     now = 0.0
     timing = PlanTiming(lambda: now)
     scheduler = Scheduler(
         max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=8192, num_blocks=40_000,
         block_size=16, enable_prefix_caching=False, enable_chunked_prefill=True,
-        policy=ByArrival(), ttft_target=ttft_target,
+        policy=ByArrival(), ttft_target=ttft_target, itl_target=itl_target,
     )  # fmt: skip
     report = Report([], [], 0.0)
-    pending = deque(enumerate(sorted(times)))
+    pending = deque(enumerate(requests))
     in_flight: deque[_InFlight] = deque()
     slots: dict[int, str] = {}
     arrived: dict[str, float] = {}
     latest: dict[str, float] = {}
     device_free = launch_free = idle = 0.0
     while pending or scheduler.has_work or in_flight:
-        while pending and pending[0][1] <= now:
-            number, at = pending.popleft()
-            arrived[str(number)] = at
-            scheduler.add_requests(_request(number, at, prompt_len, output_len))
+        while pending and pending[0][1].at <= now:
+            number, arrival = pending.popleft()
+            arrived[str(number)] = arrival.at
+            scheduler.add_requests(_request(number, arrival))
             timing.arrived()
         wake = None
         while len(in_flight) < STEPS_IN_FLIGHT:
@@ -141,7 +162,7 @@ def simulate(
             scheduler.submitted()
             slots.update((start.slot, start.request_id) for start in plan.starts)
             in_flight.append(_InFlight(plan, device_free + server.result, launched))
-        events = [pending[0][1]] if pending else []
+        events = [pending[0][1].at] if pending else []
         events += [in_flight[0].ends] if in_flight else []
         events += [wake] if wake is not None else []
         now = max(now, min(events))
@@ -163,26 +184,31 @@ def simulate(
     return report._replace(idle=idle)
 
 
-def _request(number: int, at: float, prompt_len: int, output_len: int) -> Request:
+def _request(number: int, arrival: Arrival) -> Request:
     return Request(
-        request_id=str(number), prompt_token_ids=[number] * prompt_len, params=SamplingParams(),
-        max_tokens=output_len, seed=number, arrival=at,
+        request_id=str(number), prompt_token_ids=[number] * arrival.prompt_len,
+        params=SamplingParams(), max_tokens=arrival.output_len, seed=number, arrival=arrival.at,
     )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: simulate some draws of the arrivals, and print what came out."""
-    parser = argparse.ArgumentParser(description="Simulate Poisson traffic in virtual time.")
+    parser = argparse.ArgumentParser(description="Simulate traffic in virtual time.")
     parser.add_argument("--rate", type=float, default=33.7, help="requests a second")
     parser.add_argument("--requests", type=int, default=400, help="of each draw")
     parser.add_argument("--draws", type=int, default=8)
+    parser.add_argument("--bursts", action="store_true", help="of prompts, beside streams")
     parser.add_argument("--ttft-target-ms", type=float, default=50.0)
+    parser.add_argument("--itl-target-ms", type=float, default=50.0)
     args = parser.parse_args(argv)
     first_tokens: list[float] = []
     gaps: list[float] = []
     for seed in range(args.draws):
-        times = arrivals(args.requests, args.rate, 1.0, seed=seed)
-        report = simulate(times, Server(), ttft_target=args.ttft_target_ms / 1e3, seed=seed)
+        requests = poisson(arrivals(args.requests, args.rate, 1.0, seed=seed))
+        report = simulate(
+            bursts() if args.bursts else requests, Server(), seed=seed,
+            ttft_target=args.ttft_target_ms / 1e3, itl_target=args.itl_target_ms / 1e3,
+        )  # fmt: skip
         first_tokens += report.first_tokens
         gaps += report.gaps
     for name, values in (("first token", first_tokens), ("between tokens", gaps)):

@@ -44,6 +44,16 @@ class SchedulingOptions(ModelOptions, frozen=True, kw_only=True):
             le=1e6,
         ),
     ] = 50.0
+    itl_target_ms: Annotated[
+        float,
+        doc(
+            "Milliseconds between two tokens of a stream (inter-token latency) that prompts beside "
+            "it may cost: while streams decode, steps with prompts are no longer, nor do streams "
+            "wait longer for first tokens, which give way. 0: no limit.",
+            ge=0.0,
+            le=1e6,
+        ),
+    ] = 50.0
     scheduling_policy: Annotated[
         str, doc("Who goes first: fcfs, priority (lower value first), or a plugin's.")
     ] = "fcfs"

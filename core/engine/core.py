@@ -250,6 +250,7 @@ class EngineCore:
                 model_config.media,
             ),
             ttft_target=config.ttft_target_ms / 1000,
+            itl_target=config.itl_target_ms / 1000,
             describe=self._described,
         )
         self._limits = self.scheduler.limits

@@ -6,6 +6,7 @@ import time
 
 from ..cache.kv_manager import KVCacheManager, PrefixHits
 from ..request import Request
+from ..sampling_params import OutputKind
 from .live_requests import LiveRequests
 from .parts.part import Readiness
 from .parts.part_set import SchedulerParts
@@ -59,6 +60,13 @@ class RowPlanner:
         if self._decoding is not None:
             return self._decoding.prompts()
         return [request for request in self._requests.running if has_prompt_left(request)]
+
+    def has_streams(self) -> bool:
+        """Return whether a running request's tokens are sent while it decodes."""
+        return any(
+            request.params.output_kind is not OutputKind.FINAL_ONLY and not has_prompt_left(request)
+            for request in self._requests.running.requests
+        )
 
     def _add_decodes(self, left: list[Request], decoding: DecodeRows, builder: PlanBuilder) -> bool:
         """Schedule every decoding request's token. Return False, unchanged, if requests must be

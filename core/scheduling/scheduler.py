@@ -66,12 +66,13 @@ class Scheduler:
         groups: Sequence[CacheGroup] = ONE_GROUP,
         num_snapshots: int | None = None,
         ttft_target: float = 0.0,
+        itl_target: float = 0.0,
         parts: Sequence[PartMaker] = (),
         describe: Callable[[Exception], str] = described,
     ) -> None:
         """hash_key: see `BlockHasher`. groups: layers that share a block table. num_snapshots: of
-        states; None: no states. ttft_target: see `StepSizes`; some parts disallow it. parts: makers
-        in calling order. describe: error of a row → the request's.
+        states; None: no states. ttft_target, itl_target: see `StepSizes`; some parts disallow
+        pauses. parts: makers in calling order. describe: error of a row → the request's.
         """
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -123,6 +124,7 @@ class Scheduler:
             max_num_batched_tokens,
             chunked=enable_chunked_prefill,
             ttft_target=ttft_target if pauses else 0.0,
+            itl_target=itl_target,
         )
         decoding: DecodeRows | None = None
         if num_blocks and not (self._parts.decode_tokens or self._parts.eligible):
@@ -257,6 +259,7 @@ class Scheduler:
             [] if pace is None else self._rows.running_prompts(),
             self.requests.waiting.requests,
             self._rows.num_left,
+            self._rows.has_streams,
         )
         builder = PlanBuilder(*size)
         for begin_plan in self._parts.begin_plan:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ...request import Request
-from .plan_timing import StepPace
+from .plan_timing import SHORT_STEP_SECONDS, SHORT_STEP_TOKENS, StepPace
 
 FEW_WAIT = 4
 """Beyond this many short steps of waiting tokens, steps have full length."""
@@ -17,7 +17,7 @@ LATE_SHARE = 0.8
 HOPELESS = 2.0
 """Beyond this many targets, decode rows do not pause."""
 LONGEST_PAUSE = 1.5
-"""Longest pause in targets."""
+"""Longest pause in targets for first tokens."""
 PAUSE_SHARE = 0.125
 """Share of time for pauses, so that a full engine loses little."""
 LONGEST_BURST = 8.0
@@ -40,16 +40,27 @@ class StepSizes:
     """Chooses the size of each step by the device's pace and by what waits.
 
     While requests decode and few tokens wait, steps are short, for the next token and new requests.
-    When first tokens would miss the target, decode rows pause for a bounded time.
+    When first tokens would miss their target, decode rows pause for a bounded time. While streams
+    decode, no step with prompts and no pause makes the next token of one later than its target:
+    where both targets cannot be kept, first tokens give way.
     """
 
-    def __init__(self, max_num_batched_tokens: int, *, chunked: bool, ttft_target: float) -> None:
+    def __init__(
+        self,
+        max_num_batched_tokens: int,
+        *,
+        chunked: bool,
+        ttft_target: float,
+        itl_target: float = 0.0,
+    ) -> None:
         """chunked: whether steps may split prompts; if not, none is shortened. ttft_target: seconds
-        to a first token; 0: decode rows never pause.
+        to a first token; 0: decode rows never pause. itl_target: seconds between two tokens of a
+        stream; 0: any.
         """
         self._most = max_num_batched_tokens
         self._chunked = chunked
         self._target = ttft_target
+        self._itl_target = itl_target
         self._allowed = LONGEST_BURST * ttft_target
         """Seconds of pauses left by PAUSE_SHARE."""
         self._last_start: float | None = None
@@ -63,27 +74,31 @@ class StepSizes:
         prompts: Sequence[Request],
         waiting: Sequence[Request],
         num_left: Callable[[Request], int],
+        has_streams: Callable[[], bool],
     ) -> StepSize:
         """Return the size of the step being planned.
 
         pace: None: unknown, steps have full length. prompts: running requests with prompts left.
         waiting: in order of admission. num_left: a waiting request's tokens to compute; 0: not
-        admissible yet.
+        admissible yet. has_streams: whether a decoding request's tokens are sent one by one.
         """
         pause_start, self._pause_start = self._pause_start, None
         most = self._most
         if pace is None or not self._chunked:
             return StepSize(most)
         self._allow_more(pace.start)
+        num_decodes = num_running - len(prompts)
+        if not num_decodes:
+            return StepSize(most)
+        streams = bool(self._itl_target and (prompts or waiting)) and has_streams()
+        if streams:
+            most = min(most, _tokens_in(self._itl_target, pace))
         short = min(pace.short_step, most)
         num_waiting = 0
         for request in waiting:
             num_waiting += request.num_tokens
             if num_waiting > FEW_WAIT * short:
                 return StepSize(most)
-        num_decodes = num_running - len(prompts)
-        if not num_decodes:
-            return StepSize(most)
         size = StepSize(min(most, max(short, num_running + short // 2)))
         if not self._target or not (prompts or waiting):
             return size
@@ -94,7 +109,10 @@ class StepSizes:
         if alone < max(short // 4, TOKENS_PER_DECODE_ROW * num_decodes) or seconds > self._allowed:
             return size
         begin = pace.start if pause_start is None else pause_start
-        pauses = pace.start + seconds - begin <= LONGEST_PAUSE * self._target
+        longest = LONGEST_PAUSE * self._target
+        if streams:  # Their next token comes with a short step after it.
+            longest = min(longest, self._itl_target - SHORT_STEP_SECONDS)
+        pauses = pace.start + seconds - begin <= longest
         if not pauses or not self._is_urgent(pace, lefts, paused=pause_start is not None):
             return size._replace(longest_whole=short)
         self._allowed -= seconds
@@ -131,6 +149,12 @@ class StepSizes:
             if queued > QUEUE_SHARE * target and not paused:
                 return True
         return False
+
+
+def _tokens_in(seconds: float, pace: StepPace) -> int:
+    """Return the tokens of a step that takes so long."""
+    count = int(seconds / pace.seconds_per_token / SHORT_STEP_TOKENS)
+    return max(1, count) * SHORT_STEP_TOKENS
 
 
 def _tokens_alone(lefts: Sequence[int], short_step: int) -> int:

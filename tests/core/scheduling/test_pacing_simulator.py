@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from pacing_simulator import Report, Server, main, simulate
+from pacing_simulator import Report, Server, bursts, main, poisson, simulate
 
 from jackfield.entrypoints.bench.report import percentile
 from jackfield.entrypoints.bench.serve.load import arrivals
@@ -21,7 +21,7 @@ def served(rate: float, target: float) -> Report:
     both = Report([], [], 0.0)
     for seed in (0, 1):
         times = arrivals(400, rate, seed=seed)
-        one = simulate(times, Server(), ttft_target=target, seed=seed)
+        one = simulate(poisson(times), Server(), ttft_target=target, seed=seed)
         both = Report(
             both.first_tokens + one.first_tokens, both.gaps + one.gaps, both.idle + one.idle
         )
@@ -43,6 +43,17 @@ def test_a_target_brings_the_slowest_first_tokens_and_costs_little() -> None:
     assert slowest[1] < 0.85 * slowest[0]
     mean = [sum(report.gaps) / len(report.gaps) for report in (without, with_target)]
     assert mean[1] < 1.1 * mean[0]
+
+
+def test_streams_beside_bursts_of_prompts_get_their_tokens_in_time() -> None:
+    without, with_target = (
+        simulate(bursts(), Server(), ttft_target=0.05, itl_target=target) for target in (0.0, 0.05)
+    )
+    gaps = [percentile(report.gaps, 99) for report in (without, with_target)]
+    assert gaps[1] < 0.06 < 0.12 < gaps[0]
+    firsts = [percentile(report.first_tokens, 99) for report in (without, with_target)]
+    assert firsts[1] < 1.15 * firsts[0], "smaller steps cost prompts little"
+    assert len(with_target.gaps) == len(without.gaps)
 
 
 def test_late_plans_leave_the_device_hardly_idle() -> None:

@@ -9,7 +9,7 @@ import pytest
 from scheduled import make_scheduler
 
 from jackfield.core.request import Request
-from jackfield.core.sampling_params import SamplingParams
+from jackfield.core.sampling_params import OutputKind, SamplingParams
 from jackfield.core.scheduling.pacing.plan_timing import StepPace
 from jackfield.core.scheduling.pacing.step_sizes import (
     HOPELESS,
@@ -60,6 +60,7 @@ class Device:
         waited: float = 0.0,
         prompt: list[int] | None = None,
         max_tokens: int = 1000,
+        output_kind: OutputKind = OutputKind.CUMULATIVE,
     ) -> None:
         """Add a request that came `waited` seconds ago."""
         self._num_requests += 1
@@ -67,7 +68,7 @@ class Device:
             Request(
                 request_id=str(self._num_requests),
                 prompt_token_ids=prompt or [1000 + self._num_requests] * prompt_len,
-                params=SamplingParams(max_tokens=max_tokens),
+                params=SamplingParams(max_tokens=max_tokens, output_kind=output_kind),
                 max_tokens=max_tokens,
                 seed=0,
                 arrival=self.now - waited,
@@ -230,6 +231,36 @@ def test_decode_rows_never_wait_with(option: dict[str, float]) -> None:
     device = Device(**option)
     rows = [device.step_of_one_late_prompt() for _ in range(4)]
     assert rows.count([1, 20]) == 4 // int(option.get("num_stages", 1))
+
+
+def sizes_beside(kind: OutputKind, itl_target: float, waiting: int = 40) -> int:
+    """Tokens of a step with many prompts waiting, beside a decoding request of this kind."""
+    device = Device(num_decodes=0, itl_target=itl_target, max_num_batched_tokens=8192)
+    device.arrive(3, output_kind=kind)
+    device.step()
+    for _ in range(waiting):
+        device.arrive(600)
+    plan = device.scheduler.schedule(StepPace(device.now, 1.0, 512))
+    assert plan is not None
+    return plan.total_tokens
+
+
+@pytest.mark.parametrize("kind", [OutputKind.DELTA, OutputKind.CUMULATIVE])
+def test_steps_beside_streams_are_as_long_as_their_next_tokens_may_take(kind: OutputKind) -> None:
+    assert sizes_beside(kind, 0.0) > 8000
+    assert sizes_beside(kind, 2000.0) == 1536, "whole units of a step"
+    assert sizes_beside(kind, 1.0) == 512, "at least one"
+    assert sizes_beside(kind, 1e6) > 8000
+
+
+def test_steps_beside_requests_that_nobody_reads_yet_are_not_shortened() -> None:
+    assert sizes_beside(OutputKind.FINAL_ONLY, 2000.0) > 8000
+
+
+def test_a_pause_ends_in_time_for_the_next_token_of_a_stream() -> None:
+    device = Device(itl_target=0.75 * TARGET)
+    rows = [device.step_of_one_late_prompt() for _ in range(5)]
+    assert rows == [[20]] * 3 + [[1, 20], [20]]
 
 
 def test_a_pace_that_is_not_known_leaves_steps_long() -> None:
