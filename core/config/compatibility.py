@@ -45,6 +45,7 @@ def active_capabilities(config: EngineConfig) -> list[str]:
         exclusions.EXPERT_BALANCE: config.enable_eplb,
         exclusions.RECORDING: config.record_steps is not None,
         exclusions.CALCULATED_SCALES: config.calculate_kv_scales,
+        exclusions.BATCH_INVARIANT: config.batch_invariant,
         **dict.fromkeys(config.parts, True),
     }
     return [name for name, is_on in active.items() if is_on]

@@ -25,6 +25,13 @@ class ExecutionOptions(MediaOptions, frozen=True, kw_only=True):
     operations: Annotated[
         str, doc("Implementation of norms, products and activations by name, or auto.")
     ] = "auto"
+    batch_invariant: Annotated[
+        bool,
+        doc(
+            "Give a request the same tokens and log-probabilities, bit for bit, whatever other "
+            "requests run: with operations and attention that add in one order, and are slower."
+        ),
+    ] = False
     quantization: Annotated[
         str | None,
         doc("Quantization method by name; default: what the checkpoint says, or none."),

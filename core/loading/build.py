@@ -24,7 +24,7 @@ from ..registration.architecture import registered_name
 from ..registration.registered import Registry
 from ..registry import Plugins
 from .model_config import ModelConfig
-from .quantize import choose_method, place_layers
+from .quantize import choose_method, place_layers, quantized_layers
 from .tensors.tied_heads import OwnHead
 
 logger = logging.getLogger("jackfield.loading")
@@ -162,6 +162,8 @@ def construct_model(
             "among stages",
             param="pipeline_parallel_size",
         )
+    if config.batch_invariant:
+        _check_invariant(architecture, model_config)
     with registry.calling(name, "its constructor"):
         model: nn.Module = architecture(model_config, build)
     if model_config.media is not None:
@@ -184,8 +186,25 @@ def construct_model(
         )
     if method is not None:
         place_layers(model, model.weight_map, method, build)  # type: ignore[arg-type]
+        variant = [layer for layer in quantized_layers(model).values() if not layer.batch_invariant]
+        if config.batch_invariant and variant:
+            raise ConfigError(
+                f"batch_invariant: products of quantization {method.name!r} are not",
+                param="batch_invariant",
+            )
         model.kv_cache_dtype = getattr(method, "kv_cache_dtype", None)  # type: ignore[assignment]
     return model
+
+
+def _check_invariant(architecture: Any, model_config: ModelConfig) -> None:
+    """Raises ConfigError if the batch may change the bits of a model's results."""
+    reason = None
+    if model_config.pooling is not None:
+        reason = "it is for models that generate text"
+    elif not getattr(architecture, "batch_invariant", False):
+        reason = f"{model_config.architecture} has products or sums of its own, in no fixed order"
+    if reason is not None:
+        raise ConfigError(f"batch_invariant: {reason}", param="batch_invariant")
 
 
 def is_tensor_parallel(registry: Registry[Any], name: str) -> bool:

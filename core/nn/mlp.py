@@ -70,7 +70,7 @@ class GatedMLP(nn.Module):
         """activation(gate) * up of norm(hidden): → [num_tokens, intermediate_size]"""
         inner: torch.Tensor = self.gate_up_proj(hidden, norm=norm)
         if self.clamped is not None:
-            return self.clamped(*inner.chunk(2, dim=-1))
+            return self.operations.pointwise(self.clamped, *inner.chunk(2, dim=-1))
         return self.operations.gelu_mul(inner) if self.gelu else inner
 
 
@@ -94,7 +94,7 @@ class PlainMLP(nn.Module):
         )
         self.fused_activation: str | None = activation
         """Its name, for a product that applies it; None: it is no such function."""
-        self.ranks = build.ranks
+        self.operations, self.ranks = build.operations, build.ranks
         own = build.inner_share(intermediate_size)
         self.up_proj = Linear(
             hidden_size, intermediate_size, build, bias=bias, shard="out", share=own
@@ -116,4 +116,4 @@ class PlainMLP(nn.Module):
         up: nn.Module = self.up_proj  # Quantized, it is another class.
         if isinstance(up, Linear) and self.fused_activation is not None:
             return up.activated(hidden, self.fused_activation, norm=norm)
-        return self.activation(up(hidden, norm=norm))
+        return self.operations.pointwise(self.activation, up(hidden, norm=norm))

@@ -140,6 +140,11 @@ class Operations(
     that, it supports none of the method's options, so that an override never ignores one that is
     newer."""
 
+    batch_invariant: ClassVar[bool] = False
+    """Whether a row of each result has the same bits whatever the other rows, and however many they
+    are (`EngineConfig.batch_invariant`): of layers that attend to keys and values, of mixtures of
+    experts, and of sampling."""
+
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
         adopt_overrides(cls)
@@ -296,6 +301,14 @@ class Operations(
         """x * sigmoid(gate), both [T, size]; with weight, [1, width], the gate, [T, width], times
         it is the logit of a whole row."""
         return x * torch.sigmoid(gate if weight is None else F.linear(gate, weight))
+
+    def pointwise(
+        self, function: Callable[..., torch.Tensor], *parts: torch.Tensor
+    ) -> torch.Tensor:
+        """`function`, of torch, which computes each number by itself: parts [T, any], which it may
+        overwrite → [T, any]. For functions whose last bits depend on a number's place in memory, as
+        exponentials' do on a CPU."""
+        return function(*parts)
 
     def xielu(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Apply xIELU (arXiv 2411.13010): [any] → the same shape. weights: [4] float32: of x² above

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -86,6 +86,8 @@ class QuantizedLinear(nn.Module):
     """
 
     bias: nn.Parameter | None
+    batch_invariant: ClassVar[bool] = False
+    """Whether it has no product but those of its operations, which may be batch-invariant."""
 
     def __init__(self, spec: LinearSpec) -> None:
         super().__init__()
@@ -196,6 +198,7 @@ class QuantizedWeightLinear(QuantizedLinear):
     """A layer of one `QuantizedWeight`, which `pack` makes from the checkpoint's tensors."""
 
     weight: QuantizedWeight
+    batch_invariant = True
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
         """Return the layer's weight. Arguments and errors as for `process`."""

@@ -14,6 +14,7 @@ DATA_PARALLEL = "data_parallel"
 EXPERT_BALANCE = "expert_balance"
 RECORDING = "recording"
 CALCULATED_SCALES = "calculated_scales"
+BATCH_INVARIANT = "batch_invariant"
 
 OPTIONS: Mapping[str, str] = {
     speculation.NAME: "speculative_config",
@@ -26,6 +27,7 @@ OPTIONS: Mapping[str, str] = {
     EXPERT_BALANCE: "enable_eplb",
     RECORDING: "record_steps",
     CALCULATED_SCALES: "calculate_kv_scales",
+    BATCH_INVARIANT: "batch_invariant",
 }
 """Capability or mode → its option."""
 MODELS: Mapping[str, str] = {
@@ -64,6 +66,17 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
     CALCULATED_SCALES: {
         kv_transfer.NAME: "keys and values from elsewhere were cached with other scales",
         encoder_decoder.NAME: "keys and values of sources are kept in the model's type",
+    },
+    BATCH_INVARIANT: {
+        kv_compression.NAME: "which tokens are kept depends on scores, whose sums do not have one "
+        "order",
+        adapters.NAME: "products with adapters do not have one order of sums yet",
+        states.NAME: "states are computed in another order where a prompt is in chunks",
+        encoder_decoder.NAME: "sources that are encoded together share products",
+        media.NAME: "pictures that are encoded together share products; language_model_only serves "
+        "text alone",
+        TENSOR_PARALLEL: "sums over ranks do not have one order",
+        CALCULATED_SCALES: "the first step decides the scales",
     },
 }
 """Capability → other or mode → reason. Each pair occurs once."""

@@ -151,6 +151,11 @@ class PagedBackend(ABC):
     """Whether it serves layouts that are `bounded`: the host knows only upper bounds of the rows'
     lengths, as with speculative decoding; `BatchLayout.seq_lens` has the exact ones."""
 
+    batch_invariant: ClassVar[bool] = False
+    """Whether `forward` gives a token the same bits whatever the step's other tokens, those of its
+    own sequence included (`EngineConfig.batch_invariant`): a prompt in one step, in chunks or after
+    cached tokens, drafts, and decode rows alike."""
+
     @classmethod
     @abstractmethod
     def supports(cls, spec: Any, device: torch.device, dtype: torch.dtype) -> str | None:

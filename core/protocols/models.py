@@ -50,6 +50,10 @@ class Model(Protocol):
     taps: ClassVar[bool]
     """Whether `forward` passes each layer's input to `context.taps`, if that is there. Optional;
     without it, false, and speculators that read them do not serve it."""
+    batch_invariant: ClassVar[bool]
+    """Whether it has no products, sums or exponentials but those of its operations and its
+    attention backend, so that the engine may promise `EngineConfig.batch_invariant` if these do.
+    Optional; without it, false."""
     graph_safe: ClassVar[bool]
     """False: steps are launched, never recorded, because `forward` may wait for the device.
     Optional; without it, true."""

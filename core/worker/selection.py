@@ -12,6 +12,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError
 from ..nn.attention import Attention
 from ..nn.latent.layer import LatentAttention
+from ..nn.operations import Operations
 from ..protocols.attention import AttentionBackend, LayerSpec, PagedBackend
 from ..protocols.latent_attention import LatentAttentionBackend, LatentAttentionSpec
 
@@ -43,6 +44,16 @@ def attention_refusal(
     if unknown := spec.features - backend.features:
         return f"it has no {', '.join(sorted(unknown))}"
     return backend.supports(spec, device, dtype)
+
+
+def invariance_refusal(
+    candidate: type[Operations | PagedBackend], config: EngineConfig
+) -> str | None:
+    """Return why operations or a backend do not serve an engine whose results must not depend on
+    the batch, or None."""
+    if config.batch_invariant and not candidate.batch_invariant:
+        return "it is not batch-invariant (batch_invariant)"
+    return None
 
 
 def keys_and_values(layers: Sequence[CacheLayer], config: EngineConfig) -> list[Attention]:

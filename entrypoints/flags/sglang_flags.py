@@ -98,6 +98,7 @@ _EQUIVALENT: dict[str, Option] = {
     "--dist-timeout": renamed("--distributed-timeout-seconds"),
     "--dp": renamed("--data-parallel-size"),
     "--dp-size": renamed("--data-parallel-size"),
+    "--enable-deterministic-inference": fixed("--batch-invariant"),
     "--enable-hierarchical-cache": Option(
         "equivalent", "--kv-transfer-config with cpu_offload", 0,
         lambda _: ["--kv-transfer-config.kv_connector=cpu_offload"]),

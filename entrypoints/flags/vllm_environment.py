@@ -96,10 +96,7 @@ VARIABLES: dict[str, Variable] = {
         "models come from a folder or the Hugging Face hub; download the checkpoint and name its "
         "folder"
     ),
-    "VLLM_BATCH_INVARIANT": _refused_if_on(
-        "the shape of a batch may change the last bits of a result; run one request at a time "
-        "(--max-num-seqs 1)"
-    ),
+    "VLLM_BATCH_INVARIANT": _switch("--batch-invariant"),
     "VLLM_DO_NOT_TRACK": _none("nothing is reported to anyone"),
     "VLLM_NO_USAGE_STATS": _none("nothing is reported to anyone"),
     "VLLM_USAGE_SOURCE": _none("nothing is reported to anyone"),

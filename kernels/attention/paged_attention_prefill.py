@@ -88,6 +88,7 @@ def _prefill_kernel(
     DISTANCES: tl.constexpr,
     SINKS: tl.constexpr,
     MIXED: tl.constexpr,
+    UNIFORM: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
@@ -100,7 +101,9 @@ def _prefill_kernel(
     VALUE_PARTS: tl.constexpr,
 ):
     """One program per (tile of BLOCK_M // GROUP queries, kv head, part of the values' channels), or
-    with MIXED (kv head, tile, part). Scores are in units of log2."""
+    with MIXED (kv head, tile, part). Scores are in units of log2. UNIFORM: keys are masked in all
+    tiles, not only where a query of the tile does not see one, so that a query's arithmetic is the
+    same in any tile."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     # Later tiles see more keys: start them first.
     if MIXED:
@@ -179,22 +182,24 @@ def _prefill_kernel(
         value_base = value_cache_ptr + kv_head * (stride_head >> 1)
     else:
         value_base = value_cache_ptr + kv_head * stride_head
-    if WINDOW > 0:
+    tail = begin
+    if not UNIFORM:
+        if WINDOW > 0:
+            acc, m, total = _attend(
+                acc, m, total, query, position_q,
+                begin, full_begin, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
+                table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
+                KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP,
+                ALIBI, DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, True,
+            )  # fmt: skip
         acc, m, total = _attend(
             acc, m, total, query, position_q,
-            begin, full_begin, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
+            full_begin, full_end, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
             table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
             KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP,
-            ALIBI, DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, True,
+            ALIBI, DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, False,
         )  # fmt: skip
-    acc, m, total = _attend(
-        acc, m, total, query, position_q,
-        full_begin, full_end, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
-        table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
-        KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP,
-        ALIBI, DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, False,
-    )  # fmt: skip
-    tail = tl.maximum(full_begin, full_end)
+        tail = tl.maximum(full_begin, full_end)
     acc, m, total = _attend(
         acc, m, total, query, position_q,
         tail, end, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
@@ -253,6 +258,16 @@ def prefill_config(
     return PrefillConfig(256, 64, 8, 3)
 
 
+def uniform_config(group: int, head_dim: int, dtype: torch.dtype) -> PrefillConfig:
+    """Return the tiles for rows of any lengths, decode rows included."""
+    least = max(16, triton.next_power_of_2(group))
+    if head_dim > 256:
+        return _wide_config(max(least, 32), least, dtype)
+    if dtype == torch.float32:
+        return PrefillConfig(max(least, 32), 32, 4, 2)
+    return PrefillConfig(max(least, 64), 64 if head_dim <= 128 else 32, 4, 3)
+
+
 def _wide_config(rows: int, least: int, dtype: torch.dtype) -> PrefillConfig:
     """Return the tiles for heads of more than 256 channels: the largest that fit Hopper's 227 KB of
     shared memory and 255 registers.
@@ -287,6 +302,7 @@ def paged_attention_prefill(
     bounds: torch.Tensor | None = None,
     max_rows: int = 0,
     config: PrefillConfig | None = None,
+    uniform: bool = False,
 ) -> torch.Tensor:
     """query: [all_tokens, num_heads, head_dim] → the same shape; rows from first_row on.
 
@@ -301,7 +317,9 @@ def paged_attention_prefill(
     [num_heads], one additional logit per head in the softmax's sum. Cache positions beyond a row's
     length or before its first query's window or chunks are never read. bounds: [2] int32, first_row
     and the number of rows, if only the device knows them; then `max_rows` is the largest possible
-    number of rows, and tokens of other rows are not written. No host synchronisation.
+    number of rows, and tokens of other rows are not written. `uniform`: a query's result does not
+    depend, in any bit, on how its sequence is divided into launches, nor on other rows. No host
+    synchronisation.
     """
     all_tokens, num_heads, head_dim = query.shape
     cache = cache_arguments(kv_cache)
@@ -313,6 +331,8 @@ def paged_attention_prefill(
     if num_rows == 0 or num_tokens == 0:
         return out
     group = num_heads // num_kv_heads
+    if uniform:
+        config = uniform_config(group, head_dim, query.dtype)
     block_m, block_n, num_warps, num_stages, value_parts = config or prefill_config(
         max_query_len, group, head_dim, query.dtype, bounds is not None, cache.key_words is not None
     )
@@ -347,6 +367,7 @@ def paged_attention_prefill(
         DISTANCES=0 if distance_bias is None else distance_bias.shape[1],
         SINKS=sinks is not None,
         MIXED=bounds is not None,
+        UNIFORM=uniform,
         NUM_KV_HEADS=num_kv_heads,
         **cache.constants(head_dim),
         BLOCK_M=block_m,

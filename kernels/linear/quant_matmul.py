@@ -132,6 +132,12 @@ def quant_matmul_config(
     return QuantMatmulConfig(block_m, block_n, block_k, split_k, 4, num_stages)
 
 
+def uniform_config(weight: QuantizedWeight) -> QuantMatmulConfig:
+    """Return the tiles for any number of tokens, without partial sums: a token's results then do
+    not depend on how many there are."""
+    return quant_matmul_config(64, weight, 1)
+
+
 def quant_matmul(
     x: torch.Tensor,
     weight: QuantizedWeight,

@@ -153,6 +153,7 @@ def topk_experts(
     factor: float = 1.0,
     groups: int = 1,
     top_groups: int = 1,
+    rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits: [num_tokens, num_experts], last stride 1; bias: [num_experts], added to scores for
     the choice alone → weights [num_tokens, top_k] float32 and experts [num_tokens, top_k] int32, by
@@ -160,7 +161,8 @@ def topk_experts(
 
     `sigmoid`: scores are of each logit, not a softmax over all. `factor`: of all weights, after
     `renormalize`. `groups`: of equal size, in order; experts are chosen from the `top_groups` with
-    the largest sum of their two best scores, or without a bias, with the best score. A row's
+    the largest sum of their two best scores, or without a bias, with the best score. `rows`: tokens
+    per program; None: by their number. A row's
     experts are different and valid for any logits, NaN included; in a `Precompiler` they are valid.
     """
     num_tokens, num_experts = logits.shape
@@ -168,7 +170,7 @@ def topk_experts(
     experts = empty_indices(num_tokens, top_k, device=logits.device)
     if num_tokens == 0:
         return weights, experts
-    rows = ROWS if num_tokens > 1 else 1
+    rows = rows or (ROWS if num_tokens > 1 else 1)
     options = pdl_options(logits.device)
     launch(_topk_experts_kernel, (triton.cdiv(num_tokens, rows),))(
         weights,

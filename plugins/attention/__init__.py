@@ -16,11 +16,11 @@ def also(*names: str) -> tuple[str, ...]:
 @hookimpl
 def register_attention_backends(registry: Any) -> None:
     # Triton's interpreter runs kernels slowly on the CPU, so there it must be chosen by name.
-    priority = 5 if os.environ.get("TRITON_INTERPRET") == "1" else 20
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     registry.add(
         "triton",
         "jackfield.plugins.attention.triton:TritonAttention",
-        priority=priority,
+        priority=5 if interpreted else 20,
         aliases=also("TRITON", "TRITON_ATTN", "FLASH_ATTN"),
     )
     registry.add(
@@ -34,6 +34,17 @@ def register_attention_backends(registry: Any) -> None:
         "jackfield.plugins.attention.torch:TorchAttention",
         priority=10,
         aliases=also("TORCH", "TORCH_SDPA", "CPU_ATTN"),
+    )
+    # Slower, for `batch_invariant`, which others do not serve.
+    registry.add(
+        "triton_invariant",
+        "jackfield.plugins.attention.triton_invariant:InvariantTritonAttention",
+        priority=2 if interpreted else 4,
+    )
+    registry.add(
+        "torch_invariant",
+        "jackfield.plugins.attention.torch_invariant:InvariantTorchAttention",
+        priority=3,
     )
     for name in ("flex", *also("FLEX_ATTENTION")):
         registry.refuse(name, "torch and triton compute what it did; name one of them, or auto")

@@ -54,7 +54,7 @@ class TorchMetadata:
     """Keyed by reach and by positions gathered at once."""
 
 
-class _Extras(NamedTuple):
+class Extras(NamedTuple):
     """Additions to plain attention, by kv head and query head of its group."""
 
     slopes: torch.Tensor | None
@@ -71,7 +71,7 @@ class _Extras(NamedTuple):
         sinks: torch.Tensor | None,
         distance_bias: torch.Tensor | None,
         device: torch.device,
-    ) -> _Extras:
+    ) -> Extras:
         slopes = None
         if spec.alibi_slopes is not None:
             slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=device)
@@ -155,7 +155,7 @@ class TorchAttention(AttentionBackend):
     ) -> torch.Tensor:
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-        extras = _Extras.of(spec, sinks, distance_bias, query.device)
+        extras = Extras.of(spec, sinks, distance_bias, query.device)
         for chunk in self._decode_chunks(spec, metadata):
             self._decode(spec, query, kv_cache, metadata, chunk, extras, out)
         starts = metadata.starts
@@ -220,7 +220,7 @@ class TorchAttention(AttentionBackend):
         kv_cache: KVCache,
         metadata: TorchMetadata,
         chunk: DecodeChunk,
-        extras: _Extras,
+        extras: Extras,
         out: torch.Tensor,
     ) -> None:
         rows = chunk.end_row - chunk.first_row
@@ -228,7 +228,7 @@ class TorchAttention(AttentionBackend):
             chunk.first_row : chunk.end_row, chunk.first_block : chunk.end_block
         ].reshape(-1)
         shape = (rows, -1, spec.num_kv_heads, spec.head_dim)
-        keys, values = (part.view(shape) for part in _gather(spec, kv_cache, blocks, query.dtype))
+        keys, values = (part.view(shape) for part in gather(spec, kv_cache, blocks, query.dtype))
         # Values past a row's end are undefined, maybe NaN: a zero weight does not remove them.
         hidden = ~chunk.visible[:, chunk.num_shared :, None, None]
         keys[:, chunk.num_shared :].masked_fill_(hidden, 0.0)
@@ -248,7 +248,7 @@ class TorchAttention(AttentionBackend):
             own = metadata.layout.seq_lens[chunk.first_row : chunk.end_row, None] - 1
             bias = extras.by_distance(own - positions)
             bias = None if bias is None else bias.permute(2, 0, 1, 3)
-        attended = _attend(
+        attended = attend(
             spec,
             grouped,
             keys.transpose(1, 2),
@@ -266,7 +266,7 @@ class TorchAttention(AttentionBackend):
         kv_cache: KVCache,
         metadata: TorchMetadata,
         row: int,
-        extras: _Extras,
+        extras: Extras,
         out: torch.Tensor,
     ) -> None:
         """Attend for one row: its queries are the last positions of its sequence, computed in
@@ -280,7 +280,7 @@ class TorchAttention(AttentionBackend):
             first_block = max(reach.first_visible(context), 0) // self.block_size
         origin = first_block * self.block_size
         blocks = metadata.layout.block_table[row, first_block : -(-seq_len // self.block_size)]
-        gathered = _gather(spec, kv_cache, blocks, query.dtype)
+        gathered = gather(spec, kv_cache, blocks, query.dtype)
         keys, values = (part.flatten(0, 1)[: seq_len - origin] for part in gathered)
         group = spec.num_heads // spec.num_kv_heads
         # [kv heads, group, keys, head_dim], the group without a copy.
@@ -305,7 +305,7 @@ class TorchAttention(AttentionBackend):
             mask = distance >= 0
             if reach is not None:
                 mask &= positions[:num_keys] >= reach.first_visible(own)
-            attended = _attend(
+            attended = attend(
                 spec,
                 queries[:, :, begin:stop],
                 keys[:, :, :num_keys],
@@ -317,7 +317,7 @@ class TorchAttention(AttentionBackend):
             out[first + begin : first + stop] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _gather(
+def gather(
     spec: AttentionSpec, kv_cache: KVCache, blocks: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values of these blocks, each [blocks, block_size, num_kv_heads, head_dim]."""
@@ -325,7 +325,7 @@ def _gather(
     return keys, read_values(kv_cache, blocks, dtype, spec.value_scale)
 
 
-def _attend(
+def attend(
     spec: AttentionSpec,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -218,7 +218,7 @@ class TritonAttention(AttentionBackend):
                 kv_cache,
                 layout.block_table,
                 layout.seq_lens,
-                **_layer_arguments(spec),
+                **layer_arguments(spec),
                 alibi_slopes=slopes,
                 distance_bias=distance_bias,
                 sinks=sinks,
@@ -237,7 +237,7 @@ class TritonAttention(AttentionBackend):
                 layout.block_table,
                 layout.query_start,
                 layout.seq_lens[: run.end_row],
-                **_layer_arguments(spec),
+                **layer_arguments(spec),
                 max_query_len=run.max_query_len,
                 alibi_slopes=slopes,
                 distance_bias=distance_bias,
@@ -272,7 +272,7 @@ class TritonAttention(AttentionBackend):
                 layout.block_table,
                 layout.query_start,
                 layout.seq_lens,
-                **_layer_arguments(spec),
+                **layer_arguments(spec),
                 max_query_len=layout.max_query_len,
                 alibi_slopes=slopes,
                 distance_bias=distance_bias,
@@ -293,7 +293,7 @@ class TritonAttention(AttentionBackend):
                 kv_cache,
                 layout.block_table,
                 layout.seq_lens,
-                **_layer_arguments(spec),
+                **layer_arguments(spec),
                 alibi_slopes=slopes,
                 distance_bias=distance_bias,
                 sinks=sinks,
@@ -357,7 +357,7 @@ class TritonAttention(AttentionBackend):
             layout.block_table,
             layout.seq_lens,
             layout.slot_mapping,
-            **_layer_arguments(spec),
+            **layer_arguments(spec),
             counters=workspace.counters,
             workspace=workspace.floats,
             num_splits=self._num_splits(spec, rows, qkv.dtype, is_narrow(kv_cache)),
@@ -415,7 +415,7 @@ class TritonAttention(AttentionBackend):
         return workspace
 
 
-def _layer_arguments(spec: AttentionSpec) -> dict[str, Any]:
+def layer_arguments(spec: AttentionSpec) -> dict[str, Any]:
     """Return the arguments of a layer that all kernels take."""
     return {
         "scale": spec.scale,

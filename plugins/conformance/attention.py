@@ -38,11 +38,12 @@ from .attention_cases import (
     write,
 )
 from .attention_graphs import GraphChecks
+from .invariance import InvariantAttention
 from .paged import Batch, Row, Sizes, dense_attention, make_batch
 from .paged_backends import DRAFT_SIZES, PagedBackendKit, with_bounds
 
 
-class AttentionBackendKit(CacheChecks, GraphChecks, PagedBackendKit):
+class AttentionBackendKit(CacheChecks, GraphChecks, InvariantAttention, PagedBackendKit):
     """Subclass it in your tests, and set the class variables."""
 
     kind = "attention_backend"

@@ -34,6 +34,7 @@ from ...core.sampling_params import SamplingParams
 from ...core.worker.hidden_states import take
 from .adapted_model import check_adapters
 from .divided_models import check_ranks, check_stages
+from .invariant_model import check_batch_invariance
 from .kit import Kit
 from .paged_model import LONGEST, VOCAB, PagedModel, assert_near, example_prompts
 from .updated_model import check_update
@@ -210,6 +211,11 @@ class ModelKit(ModelFolder):
     def test_other_weights_take_the_place_of_the_first(self, folder: Path) -> None:
         """In place, so that nothing which a layer derives of the old ones is left."""
         check_update(folder, self.plugins())
+
+    def test_the_batch_changes_no_bit(self, folder: Path) -> None:
+        """With operations and attention that are batch-invariant, unless the class says that it is
+        not."""
+        check_batch_invariance(folder, self.plugins())
 
     @pytest.mark.parametrize("size", [2, 4])
     def test_ranks_compute_together_what_one_does(self, folder: Path, size: int) -> None:

@@ -38,6 +38,7 @@ from .adapter_operations import AdapterChecks
 from .batch_operations import BatchChecks
 from .expert_operations import ExpertChecks
 from .head_operations import HeadChecks
+from .invariance import InvariantOperations
 from .kit import DeviceKit
 from .operation_arguments import REFERENCE, SIZE, TOKENS, copied, copied_all, tensors, wide
 from .quantized_caches import QuantizedCacheChecks
@@ -50,7 +51,7 @@ GREATEST = 3.0
 
 class OperationsKit(
     HeadChecks, ExpertChecks, BatchChecks, AdapterChecks, QuantizedCacheChecks, StateChecks,
-    DeviceKit,
+    InvariantOperations, DeviceKit,
 ):  # fmt: skip
     """Subclass it in your tests, and set the class variables."""
 

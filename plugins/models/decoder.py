@@ -246,6 +246,8 @@ class HeadlessLM(nn.Module):
     """Whether stages can have its layers: all work is that of a decoder's that can."""
     taps: ClassVar[bool] = True
     """Whether speculators can read its layers' inputs, likewise."""
+    batch_invariant: ClassVar[bool] = True
+    """A family that multiplies or adds otherwise than by its operations says False."""
     weight_map: WeightMap = WeightMap(
         stacked={
             **QKV_SHARDS,

@@ -89,4 +89,5 @@ class DifferentialAttention(SelfAttention):
 
 
 class DiffLlamaForCausalLM(CausalLM):
+    batch_invariant = False
     attention = DifferentialAttention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import msgspec
@@ -70,18 +71,23 @@ class Gemma2Model(HeadlessLM):
         )
 
 
+def soft_capped(cap: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return cap * tanh(x / cap) of x, in place: a vocabulary of 256,000 makes logits large."""
+    return lambda x: x.div_(cap).tanh_().mul_(cap)
+
+
 class Gemma2ForCausalLM(Gemma2Model, CausalLM):
     finishes = True
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         self.soft_cap: float | None = config.hf_config.final_logit_softcapping
+        self.operations = build.operations
 
     def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
         logits = super().compute_logits(hidden)
         if self.soft_cap is not None:
-            # In place: a vocabulary of 256,000 makes them large.
-            logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+            logits = self.operations.pointwise(soft_capped(self.soft_cap), logits)
         return logits
 
 

@@ -175,6 +175,7 @@ class Gemma3nDecoder(Gemma4Decoder):
 
 
 class Gemma3nForCausalLM(Gemma4ForCausalLM):
+    batch_invariant = False
     tensor_parallel = False
     decoder = Gemma3nDecoder
     weight_map = Gemma4WeightMap(**vars(CausalLM.weight_map) | {"names": PER_LAYER_NAMES})

@@ -110,6 +110,7 @@ class LoopWeightMap(WeightMap):
 
 
 class IQuestLoopCoderForCausalLM(CausalLM):
+    batch_invariant = False
     config_fields = {"loop_num": SIZE.not_null(), "loop_window_size": INTEGER.not_null()}
     attention = LoopAttention
     decoder = LoopDecoder

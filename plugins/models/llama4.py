@@ -58,7 +58,7 @@ class ScaledInputMLP(SparseMLP):
 
     def _routed(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
         logits, chosen = self.gate(x).max(dim=-1, keepdim=True)
-        weight = torch.sigmoid(logits.float())
+        weight = self.operations.pointwise(torch.sigmoid, logits.float())
         routing = self.experts.local(Routing(torch.ones_like(weight), chosen.to(torch.int32)))
         scaled = x * weight.to(x.dtype)
         residual = torch.zeros_like(x) if residual is None else residual

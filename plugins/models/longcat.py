@@ -149,6 +149,7 @@ class LongcatWeightMap(WeightMap):
 
 
 class LongcatFlashForCausalLM(CausalLM):
+    batch_invariant = False
     config_fields = DEEPSEEK_EXPERTS | LATENT | {"ffn_hidden_size": INTEGER}
     attention = LongcatAttention
     decoder = LongcatDecoder

@@ -19,6 +19,7 @@ from ...core.protocols.field_kinds import NUMBER
 from ...core.protocols.models import HiddenStates
 from .blocks import Block, BlockParts
 from .decoder import QKV_SHARDS, CausalLM, Decoder, HeadlessLM
+from .gemma2 import soft_capped
 from .parts import RotatedFirstAttention, WeightlessRMSNorm
 
 
@@ -74,8 +75,9 @@ class NanoChatForCausalLM(CausalLM):
 
     def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
         logits, cap = super().compute_logits(hidden), self.soft_cap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return logits if cap is None else self.operations.pointwise(soft_capped(cap), logits)
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         self.soft_cap: float | None = config.hf_config.final_logit_softcapping
+        self.operations = build.operations

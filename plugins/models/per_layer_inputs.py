@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ...core.loading.model_config import ModelConfig
+from ...core.nn.activations import ACTIVATIONS
 from ...core.nn.context import BuildContext
 from ...core.nn.embedding import Embedding
 from ...core.nn.linear import Linear
@@ -62,6 +62,7 @@ class PerLayerInput(nn.Module):
     def __init__(self, hf: Any, build: BuildContext) -> None:
         super().__init__()
         size = input_size(hf)
+        self.operations = build.operations
         self.gate = Linear(hf.hidden_size, size, build)
         self.projection = Linear(size, hf.hidden_size, build)
         self.norm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, build)
@@ -72,7 +73,7 @@ class PerLayerInput(nn.Module):
         """hidden: [num_tokens, hidden_size], inputs: [num_tokens, size] → as hidden, added to
         `residual` if given.
         """
-        gate = F.gelu(self.gate(hidden), approximate="tanh")
+        gate = self.operations.pointwise(ACTIVATIONS["gelu_pytorch_tanh"], self.gate(hidden))
         projected = self.projection(gate * inputs)
         out: torch.Tensor
         out = self.norm(projected) if residual is None else self.norm.add(projected, residual)

@@ -74,6 +74,7 @@ class SparseMixer(SparseMLP):
 
 
 class PhimoeForCausalLM(CausalLM):
+    batch_invariant = False
     config_fields = EXPERTS
     attention = PhimoeAttention
     decoder = PhimoeDecoder

@@ -58,7 +58,8 @@ class StepAttention(WindowedAttention):
         heads = super().inner(hidden, norm, rotary, context)
         if self.g_proj is None:
             return heads
-        gate = torch.sigmoid(self.g_proj(hidden, norm=norm).float()).to(heads.dtype)
+        logits = self.g_proj(hidden, norm=norm).float()
+        gate = self.operations.pointwise(torch.sigmoid, logits).to(heads.dtype)
         return (heads.view(*gate.shape, -1) * gate[:, :, None]).flatten(-2)
 
 

@@ -274,6 +274,7 @@ class ZayaDecoder(Decoder):
 
 
 class ZayaForCausalLM(CausalLM):
+    batch_invariant = False
     tensor_parallel = False
     config_fields = EXPERTS
     attention = ZayaAttention

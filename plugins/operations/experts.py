@@ -24,6 +24,9 @@ from ...kernels.quant.quantize_rows import quantize_rows
 from ...kernels.quant.quantized_weight import Weight, values_of
 from .quantized import multiplies_8_bits
 
+UNIFORM_SLOTS = 48
+"""Slots per expert whose tiles serve any number of them."""
+
 
 def few_slots(num_tokens: int, top_k: int, num_experts: int) -> bool:
     """Return whether each token reads its experts' weights separately.
@@ -51,10 +54,12 @@ def experts_product(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     activation: ExpertActivation | None = None,
+    uniform: bool = False,
 ) -> torch.Tensor:
     """As `Operations.experts`, into `residual`.
 
-    Launches depend only on shapes and types, so a graph may contain them.
+    Launches depend only on shapes and types, so a graph may contain them. `uniform`: any number of
+    tokens are multiplied in tiles of one size.
     """
     num_tokens, top_k = routing.experts.shape
     num_experts = values_of(_kernel_weight(down)).shape[0] // x.shape[1]
@@ -66,7 +71,7 @@ def experts_product(
         gate = Limit(*activation)
     # With experts on other ranks, too, this rank has few slots where all of them have.
     total, foreign = routing.num_experts or num_experts, routing.num_experts is not None
-    if few_slots(num_tokens, top_k, total):
+    if not uniform and few_slots(num_tokens, top_k, total):
         inner = _slots_product(
             x, routing.experts, gate_up, num_experts, bias=gate_up_bias, activation=gate,
             gated=gated, foreign=foreign,
@@ -86,8 +91,9 @@ def experts_product(
         gated=gated,
         squared=not gated,
         activation=gate,
+        uniform=uniform,
     )
-    parts = _product(inner, down, lists, top_k, total, down_bias, gated=False)
+    parts = _product(inner, down, lists, top_k, total, down_bias, gated=False, uniform=uniform)
     return combine(
         parts, routing.weights, residual, residual, experts=routing.experts if foreign else None,
         own=num_experts if foreign else None,
@@ -100,10 +106,13 @@ def expert_products(
     weight: ExpertWeight,
     num_experts: int,
     bias: torch.Tensor | None = None,
+    *,
+    uniform: bool = False,
 ) -> torch.Tensor:
-    """As `Operations.expert_products`. Launches depend only on shapes and types."""
+    """As `Operations.expert_products`. Launches depend only on shapes and types. `uniform`: as for
+    `experts_product`."""
     lists = sort_tokens(experts[:, None], num_experts)
-    out = _product(x, weight, lists, 1, num_experts, bias, gated=False)
+    out = _product(x, weight, lists, 1, num_experts, bias, gated=False, uniform=uniform)
     elsewhere = (experts < 0) | (experts >= num_experts)  # No program has written these rows.
     return out.masked_fill_(elsewhere[:, None], 0.0)
 
@@ -132,16 +141,20 @@ def _product(
     gated: bool,
     squared: bool = False,
     activation: GatedActivation | None = None,
+    uniform: bool = False,
 ) -> torch.Tensor:
-    """Multiply by the listed experts, in 8 bits if the weight requires it. `total`: number of
-    experts that share the slots.
+    """Multiply by the listed experts, in 8 bits if the weight requires it and products are not
+    `uniform`. `total`: number of experts that share the slots.
     """
     dtype, scale = x.dtype, None
     x = _ordered(x, weight)
-    if isinstance(weight, QuantizedWeight) and multiplies_8_bits(weight):
+    if not uniform and isinstance(weight, QuantizedWeight) and multiplies_8_bits(weight):
         x, scale = quantize_rows(x, weight.values.dtype, scale=weight.input_scale)
+    slots = lists[0].shape[1] * top_k
+    if uniform:
+        slots, total = UNIFORM_SLOTS, 1
     config = expert_matmul_config(
-        lists[0].shape[1] * top_k, total, _kernel_weight(weight), gated, in_8_bits=scale is not None
+        slots, total, _kernel_weight(weight), gated, in_8_bits=scale is not None
     )
     return expert_matmul(
         x, *lists, _kernel_weight(weight), top_k=top_k, gated=gated, x_scale=scale, bias=bias,

@@ -54,6 +54,16 @@ def _norm_of(norm: AnyNorm | None) -> dict[str, Any]:
     return {"norm": norm}
 
 
+def routed(logits: torch.Tensor, rule: RoutingRule, *, rows: int | None = None) -> Routing:
+    """As `Operations.route`. `rows`: tokens per program, as `topk_experts` has it."""
+    weights, experts = topk_experts(
+        logits, rule.top_k, renormalize=rule.renormalize, sigmoid=rule.scoring == "sigmoid",
+        bias=rule.bias, factor=rule.factor, groups=rule.groups, top_groups=rule.top_groups,
+        rows=rows,
+    )  # fmt: skip
+    return Routing(weights, experts)
+
+
 class TritonLayers(
     TritonStates, TritonLatents, TritonIndexing, TritonSteps, TritonAdapters, Operations
 ):
@@ -189,11 +199,7 @@ class TritonLayers(
         )  # fmt: skip
 
     def route(self, logits: torch.Tensor, rule: RoutingRule) -> Routing:
-        weights, experts = topk_experts(
-            logits, rule.top_k, renormalize=rule.renormalize, sigmoid=rule.scoring == "sigmoid",
-            bias=rule.bias, factor=rule.factor, groups=rule.groups, top_groups=rule.top_groups,
-        )  # fmt: skip
-        return Routing(weights, experts)
+        return routed(logits, rule)
 
     def experts(
         self,

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from ...core.errors import ConfigError, LoadError
 from ...core.loading.quantization_config import ConfigReader, is_ignored
@@ -71,6 +70,8 @@ class BitsAndBytes:
 
 class BitsAndBytesLinear(QuantizedLinear):
     """A product by 4-bit weights; each shard has its own table and blocks."""
+
+    batch_invariant = True
 
     def __init__(self, spec: LinearSpec, kind: str, nested: bool) -> None:
         super().__init__(spec)
@@ -147,7 +148,9 @@ class BitsAndBytesLinear(QuantizedLinear):
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         parts = [
-            F.linear(x, self.functional.dequantize_4bit(packed, state).to(x.dtype))
+            self.spec.operations.linear(
+                x, self.functional.dequantize_4bit(packed, state).to(x.dtype)
+            )
             for packed, state in self.packed
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -20,7 +20,7 @@ from ...registration.choice import choose
 from ...registry import Plugins
 from ..kv_cache.formats import CacheFormats
 from ..parts.part import PartNeeds
-from ..selection import attention_refusal
+from ..selection import attention_refusal, invariance_refusal
 
 
 class ChosenBackend(NamedTuple):
@@ -73,6 +73,8 @@ def choose_attention(
         return NO_ATTENTION
 
     def refusal(backend: type[PagedBackend]) -> str | None:
+        if (reason := invariance_refusal(backend, config)) is not None:
+            return reason
         for need in needs:
             if need.refuses is not None and (reason := need.refuses(backend)) is not None:
                 return reason

@@ -45,7 +45,13 @@ from ..sampling.masks import grammar_masks
 from ..sampling.processors import Processors
 from ..sampling.sampler import Sampler
 from ..sampling.sampling_state import SamplingState
-from ..selection import CacheLayer, backend_kind, cache_layers, keys_and_values
+from ..selection import (
+    CacheLayer,
+    backend_kind,
+    cache_layers,
+    invariance_refusal,
+    keys_and_values,
+)
 from .attention import ChosenBackend, choose_attention
 from .cache_room import CacheRoom
 from .parts import start_parts
@@ -117,7 +123,10 @@ class WorkerStart:
             self.plugins["operations"],
             "operations",
             self.config.operations,
-            lambda candidate: candidate.supports(device, model_config.dtype),
+            lambda candidate: (
+                invariance_refusal(candidate, self.config)
+                or candidate.supports(device, model_config.dtype)
+            ),
         )
         with self.plugins["operations"].calling(name, "its constructor"):
             operations = operations_class()

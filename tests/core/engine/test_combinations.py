@@ -27,6 +27,7 @@ from jackfield.core.parts import (
     states,
 )
 from jackfield.core.parts.exclusions import (
+    BATCH_INVARIANT,
     CALCULATED_SCALES,
     DATA_PARALLEL,
     EXCLUDES,
@@ -57,6 +58,7 @@ HERE: dict[str, dict[str, Any]] = {
     media.NAME: {},
     RECORDING: {"record_steps": "plans"},
     CALCULATED_SCALES: {"calculate_kv_scales": True, "kv_cache_dtype": "fp8"},
+    BATCH_INVARIANT: {"batch_invariant": True, "attention_backend": "torch_invariant"},
 }
 """Capability → options that turn it on, within one process."""
 PROCESSES: dict[str, dict[str, Any]] = {
@@ -156,8 +158,8 @@ def config_of(pair: tuple[str, str], models: dict[str, str], folder: Path) -> En
     model = next(models[name] for name in names if name in models)
     return EngineConfig(
         model=model, load_format="dummy", skip_tokenizer_init=True, device="cpu", dtype="float32",
-        attention_backend="torch", block_size=4, max_model_len=48, max_num_seqs=4,
-        num_gpu_blocks_override=60, **options,
+        attention_backend=options.pop("attention_backend", "torch"), block_size=4,
+        max_model_len=48, max_num_seqs=4, num_gpu_blocks_override=60, **options,
     )  # fmt: skip
 
 

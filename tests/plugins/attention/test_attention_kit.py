@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from jackfield.plugins.conformance.attention import AttentionBackendKit
+from jackfield.plugins.conformance.invariance import InvariantAttention
+from jackfield.plugins.conformance.paged_backends import PagedBackendKit
 
 EVERYTHING = frozenset(
     {
@@ -22,6 +25,24 @@ class TestTorch(AttentionBackendKit):
 
 class TestTriton(AttentionBackendKit):
     name = "triton"
+    promised = EVERYTHING | {"distance_bias", "float32"} | ON_A_GPU
+
+
+class TestTorchInvariant(AttentionBackendKit):
+    name = "torch_invariant"
+    promised = EVERYTHING | {"distance_bias", "float32", "float16", "bfloat16"}
+
+
+class TestTritonInvariantSteps(InvariantAttention, PagedBackendKit):
+    kind = "attention_backend"
+    name = "triton_invariant"
+    promised = frozenset({"float32"}) | ON_A_GPU
+    plain_spec = AttentionBackendKit.plain_spec
+
+
+@pytest.mark.slow
+class TestTritonInvariant(AttentionBackendKit):
+    name = "triton_invariant"
     promised = EVERYTHING | {"distance_bias", "float32"} | ON_A_GPU
 
 

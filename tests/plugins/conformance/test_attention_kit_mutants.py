@@ -193,6 +193,9 @@ DOWN_THE_LINE = (
 )  # fmt: skip
 WRONG = (*DOWN_THE_LINE, PADDING)
 MUTANTS: dict[str, Mutant] = {
+    "claims fixed orders of sums": Mutant(
+        planted(batch_invariant=True), ("test_a_query_has_the_same_bits_in_any_step",)
+    ),
     "another scale": Mutant(with_spec(scale=lambda scale: scale * 1.1), WRONG),
     "believes the host's bounds": Mutant(planted(build_metadata=host_lengths), (BOUNDED,)),
     "the cap is left out": Mutant(with_spec(soft_cap=None), (FEATURES, FRESH)),

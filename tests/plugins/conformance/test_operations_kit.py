@@ -12,6 +12,7 @@ from mutants import Mutant, mutant_tests, plugin_of, subclass
 from jackfield.core.nn.kv_cache.quantized_cache import QuantizedCache
 from jackfield.core.nn.operations import CenteredNorm, Norm, Operations
 from jackfield.core.nn.routing import Routing
+from jackfield.plugins.conformance.invariance import InvariantOperations
 from jackfield.plugins.conformance.operations import OperationsKit
 
 CUDA = torch.cuda.is_available()
@@ -45,6 +46,30 @@ class TestTriton(OperationsKit):
 class TestTritonWholly(TestTriton):
     test_quantized_linear = OperationsKit.test_quantized_linear
     test_experts = OperationsKit.test_experts
+
+
+class TestTorchInvariant(OperationsKit):
+    name = "torch_invariant"
+    dtypes = ("float32", "bfloat16")
+
+
+class TestTritonInvariant(OperationsKit):
+    """What it has of its own: rows in any batch, and products."""
+
+    name = "triton_invariant"
+    dtypes = TestTriton.dtypes
+    promised = TestTriton.promised
+
+
+OWN = {name for name in dir(InvariantOperations) if name.startswith("test_")}
+for test in set(dir(OperationsKit)) - OWN - {"test_linear", "test_gated_linear", "test_route"}:
+    if test.startswith("test_"):
+        setattr(TestTritonInvariant, test, None)
+
+
+@pytest.mark.slow
+class TestTritonInvariantWholly(TestTritonWholly):
+    name = "triton_invariant"
 
 
 class Sound(Operations):
@@ -303,6 +328,9 @@ BIASED = ("test_linear", "test_activated_linear", "test_gated_linear", "test_qua
           "test_experts")  # fmt: skip
 GATED = ("test_gated_activations", "test_gated_linear", "test_quantized_linear", "test_experts")
 MUTANTS = {
+    "claims fixed orders of sums": Mutant(
+        planted(batch_invariant=True), ("test_a_row_has_the_same_bits_in_any_batch",)
+    ),
     "an eps of its own": Mutant(planted(rms_norm=small_eps), (*NORMS, *NORMED, INTEGERS)),
     "squares in float16": Mutant(
         planted(rms_norm=narrow_squares),

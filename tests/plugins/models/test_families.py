@@ -26,6 +26,7 @@ from jackfield.core.loading.quantize import quantized_layers
 from jackfield.core.nn.operations import Operations
 from jackfield.core.worker.hidden_states import parts
 from jackfield.plugins.conformance.divided_models import check_ranks, check_stages
+from jackfield.plugins.conformance.invariant_model import check_batch_invariance
 from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.models import tiny
 from jackfield.plugins.conformance.paged_model import VOCAB, PagedModel
@@ -288,6 +289,7 @@ def score(model: Any, tokens: list[int]) -> torch.Tensor:
 async def check_engine(folder: Path, expected: Callable[[list[int]], torch.Tensor]) -> None:
     """Both prompts at once, the long one in chunks, and again from the cache of prefixes."""
     check_update(folder, Kit.plugins())
+    check_batch_invariance(folder, Kit.plugins())
     config = EngineConfig(
         model=str(folder), dtype="float32", skip_tokenizer_init=True, max_model_len=64,
         max_num_seqs=4, max_num_batched_tokens=16, block_size=4, num_gpu_blocks_override=96,
