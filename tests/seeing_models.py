@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -124,6 +125,48 @@ def by_replacing(
         return process
 
     return reference
+
+
+def llama4_reference(folder: Path) -> Any:
+    """What `Llama4Processor` writes, with the pixels of ours: its own take torchvision."""
+    from transformers.models.llama4.processing_llama4 import Llama4Processor
+
+    from jackfield.core.protocols.media import MediaSetup
+    from jackfield.plugins.media import llama4
+
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    setup = MediaSetup(folder, config, tokenize=lambda text: list(tokenizer(text)["input_ids"]))
+    ours = llama4.Llama4Processor(setup)
+    own: Any = Llama4Processor.__new__(Llama4Processor)
+    own.patch_size, own.downsample_ratio = 8, 4
+    encoder: Any = SimpleNamespace(channels=(3, 1, 1), dtype=torch.float32)
+
+    def process(images: Any, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        first, *others = text.split("<|image|>")
+        pixels = []
+        for image, words in zip(images or (), others, strict=True):
+            tiles, parameters = (torch.from_numpy(t) for t in ours.image(image).tensors.values())
+            pixels.append(llama4.Llama4Encoder.normalised(encoder, tiles, parameters))
+            canvas = llama4.best_canvas((image.height, image.width), llama4.canvases(4) * 32, False)
+            inputs = {"pixel_values": [tiles], "aspect_ratios": [[side // 32 for side in canvas]]}
+            first += own.replace_image_token(inputs, 0) + words
+        inputs = tokenizer(first, return_tensors="pt", add_special_tokens=False)
+        return {**inputs, **({"pixel_values": torch.cat(pixels)} if pixels else {})}
+
+    return process
+
+
+def llama4_generate(own: Any, **inputs: Any) -> torch.Tensor:
+    """Generate with Llama 4, whose `forward` stumbles over the text part's output."""
+    ids, pixels = inputs.pop("input_ids"), inputs.pop("pixel_values", None)
+    embeds = own.get_input_embeddings()(ids)
+    if pixels is not None:
+        states = own.get_image_features(pixel_values=pixels).last_hidden_state
+        rows = own.multi_modal_projector(states.flatten(0, 1))
+        embeds = embeds.masked_scatter((ids == own.config.image_token_id)[..., None], rows)
+    out = own.language_model.generate(inputs_embeds=embeds, **inputs)
+    return torch.cat([ids, out], dim=1)
 
 
 UNUSED = (
@@ -320,6 +363,28 @@ FAMILIES: dict[str, Family] = {
             },
         }
     ),
+    "Llama4ForConditionalGeneration": Family(
+        {
+            "text_config": {
+                **TEXT, "num_local_experts": 2, "intermediate_size_mlp": 96,
+                "attention_chunk_size": 512, "num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0],
+                "interleave_moe_layer_step": 2,
+            },
+            "vision_config": {
+                "hidden_size": 32, "num_hidden_layers": 2,
+                "num_attention_heads": 4, "image_size": 32, "patch_size": 8,
+                "vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24,
+                "pixel_shuffle_ratio": 0.5, "initializer_range": 0.2, "intermediate_size": 128,
+            },
+            "boi_token_index": 301, "eoi_token_index": 302, "image_token_index": 305,
+        },
+        "", {"size": {"height": 32, "width": 32}, "max_patches": 4},
+        (
+            "<|image|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>",
+            "<|tile_y_separator|>", "<|patch|>",
+        ),
+        "<|image|>", llama4_reference,
+    ),
     "LlavaNextForConditionalGeneration": Family(
         {
             "text_config": {**TEXT, "model_type": "mistral"},
@@ -476,7 +541,12 @@ def save(architecture: str, folder: Path, **changes: Any) -> Any:
     model.save_pretrained(folder)
     template = TEMPLATE.replace("PICTURE", family.written)
     tokenizer_with(family.specials, template, family.names).save_pretrained(folder)
-    getattr(transformers, family.processor)(**family.options).save_pretrained(folder)
+    if architecture == "Llama4ForConditionalGeneration":
+        model.generate = MethodType(llama4_generate, model)
+    if family.processor:
+        getattr(transformers, family.processor)(**family.options).save_pretrained(folder)
+    else:
+        (folder / "preprocessor_config.json").write_text(json.dumps(family.options))
     if hasattr(processor := family.reference(folder), "save_pretrained"):
         processor.save_pretrained(folder)
     return model

@@ -121,6 +121,9 @@ class WeightMap:
 
         Raises LoadError where it should hold all experts and cannot.
         """
+        if name.startswith(MEDIA):
+            yield name, None, tensor
+            return
         renamed = self.renamed(name)
         for dotted in renamed.split(".") if self.rows else ():
             if dotted in self.rows:

@@ -22,6 +22,7 @@ MODELS = {
     "GraniteSpeechForConditionalGeneration": "granite_speech:GraniteSpeech",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3",
     "InternVLForConditionalGeneration": "internvl:InternVL",
+    "Llama4ForConditionalGeneration": "llama4:Llama4",
     "LlavaForConditionalGeneration": "llava:Llava",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevision",
     "Mistral3ForConditionalGeneration": "pixtral:Mistral3",

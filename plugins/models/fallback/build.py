@@ -155,12 +155,16 @@ def _fill_buffers(model: Any, module: Any, prefix: str, build: BuildContext) -> 
             model._init_weights(module)
     for name in own:
         buffer = module._buffers[name]
-        unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer)
+        unset = buffer.isnan() if _has_nan(buffer) else buffer == _unset(buffer)
         if bool(unset.any()):
             raise refused(f"transformers does not say what {prefix}.{name} holds")
 
 
+def _has_nan(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
 def _unset(buffer: torch.Tensor) -> float:
-    if buffer.is_floating_point():
+    if _has_nan(buffer):
         return float("nan")
     return 0 if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min

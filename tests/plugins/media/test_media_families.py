@@ -119,7 +119,7 @@ def engine_of(made: Made, **options: Any) -> AsyncEngine:
     }  # fmt: skip
     return AsyncEngine(
         EngineConfig(
-            model=str(made.folder), device="cpu", dtype="float32", **{**defaults, **options}
+            model=str(made.folder), dtype="float32", **{"device": "cpu", **defaults, **options}
         )
     )
 

@@ -27,7 +27,7 @@ pytestmark = [
 )  # fmt: skip
 async def test_pictures_on_a_gpu(architecture: str, tmp_path: Path) -> None:
     """One after the other, then all at once: encoded together, in steps with others' tokens."""
-    made = Made(tmp_path, save(architecture, tmp_path))
+    made = Made(tmp_path, save(architecture, tmp_path), "image")
     async with engine_of(made, device="cuda", block_size=16, max_num_batched_tokens=128) as engine:
         for case in CASES.values():
             check(made, case, await run(engine, made, case))

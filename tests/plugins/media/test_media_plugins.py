@@ -13,10 +13,13 @@ from seeing_models import FAMILIES, picture, save
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import JackfieldError
 from jackfield.core.hooks import API_VERSION, hookimpl
+from jackfield.core.protocols.media import MediaSetup
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.media import MediaModelKit
+from jackfield.plugins.media.llama4 import Llama4
 from jackfield.plugins.media.llava import Llava
 
+LLAMA4 = "Llama4ForConditionalGeneration"
 LLAVA = "LlavaForConditionalGeneration"
 
 
@@ -107,3 +110,20 @@ async def test_an_item_that_cannot_be_encoded_costs_its_request_alone(folder: Pa
             assert failed.error is not None and "too bright" in failed.error
             assert first.error is None and third.error is None
         assert engine.healthy
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "tokens"),
+    [(224, 224, 147), (640, 480, 727), (1280, 720, 1887), (1920, 1080, 2322), (400, 3000, 2467)],
+)
+def test_llama_4_takes_the_canvas_that_transformers_takes(
+    width: int, height: int, tokens: int, tmp_path: Path
+) -> None:
+    """Numbers of tokens measured with torchvision, of 16 tiles of 336 pixels."""
+    vision = {"image_size": 336, "patch_size": 14}
+    own = FAMILIES[LLAMA4].config["vision_config"] | vision
+    config = save(LLAMA4, tmp_path, vision_config=own).config
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    ids = {token: 300 + number for number, token in enumerate(FAMILIES[LLAMA4].specials)}
+    processor = Llama4.processor(MediaSetup(tmp_path, config, tokenize=lambda text: [ids[text]]))
+    assert len(processor.image(picture(1, width, height)).token_ids) == tokens  # type: ignore[attr-defined]
