@@ -115,7 +115,12 @@ class Request:
     draft_usage: DraftUsage | None = None
     """Its drafts that were verified; None: none yet."""
     num_dropped_tokens: int = 0
-    """Computed tokens that the cache does not hold any more."""
+    """What is subtracted from a position for its place in the cache: computed tokens that the cache
+    does not hold any more, less the room of blocks of levels, which count as whole ones."""
+    level_tokens: tuple[int, ...] = ()
+    """Tokens in each level of its cache (`core.cache.levels`) but the first; empty: none moved."""
+    level_positions: tuple[int, ...] = ()
+    """Tokens of the sequence that those stand for."""
     num_loaded_tokens: int = 0
     """Tokens that a KV connector loaded."""
     kv_transfer_params: dict[str, Any] | None = None

@@ -19,6 +19,7 @@ from jackfield.core.parts.exclusions import (
     CALCULATED_SCALES,
     DATA_PARALLEL,
     EXPERT_BALANCE,
+    KV_LEVELS,
     MODELS,
     OPTIONS,
     PIPELINE,
@@ -40,6 +41,7 @@ CAPABILITIES = {
     adapters.NAME: "adapters",
     RECORDING: "recorded plans",
     CALCULATED_SCALES: "calculated KV scales",
+    KV_LEVELS: "KV levels",
 }
 MODES = {
     TENSOR_PARALLEL: "tensor parallel",
@@ -143,6 +145,8 @@ def _by_model() -> str:
         "chunks, which bound the cache; and if none keeps something of each token. A compressor "
         "may refuse more (`KVCompressor.refusal`), and one that changes values is refused for "
         "latents.\n"
+        "- KV levels are refused for latents, for layers with chunks, and for layers with a window "
+        "that is longer than the first level's age.\n"
         "- KV connectors move blocks of one group of layers: prefix caching must be on.\n"
         "- Tensor and pipeline parallel: the architecture's class says whether it can be divided "
         "([models](models.md)); models whose states are pooled run in one stage.\n"

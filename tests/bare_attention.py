@@ -15,6 +15,7 @@ class BareAttention(TorchAttention):
     fp8_cache: ClassVar[bool] = False
     cache_formats: ClassVar[frozenset[str]] = frozenset()
     compacted_cache: ClassVar[bool] = False
+    leveled_cache: ClassVar[bool] = False
     bounded_lengths: ClassVar[bool] = False
 
 

@@ -73,7 +73,7 @@ class KVCacheManager:
         self._pending: list[Request] = []
         """Requests with full, unregistered blocks."""
         self._local = [n for n, group in enumerate(self.groups) if group.reach is not None]
-        self._whole = [n for n, group in enumerate(self.groups) if group.reach is None]
+        self.whole_groups = [n for n, group in enumerate(self.groups) if group.reach is None]
         reaches = [reach for group in self.groups for reach in (group.reach, *group.inner_reaches)]
         self._reaches = [reach for reach in reaches if reach is not None]
         """All layers', with a window or chunks."""
@@ -115,7 +115,7 @@ class KVCacheManager:
         self._hasher.extend(request, limit)
         hashes = request.block_hashes
         end = limit
-        for number in self._whole:
+        for number in self.whole_groups:
             end = next((i for i in range(end) if self._cached(hashes[i], number) is None), end)
         # A shorter prefix needs different blocks within each reach.
         before, seen = -1, end
@@ -280,6 +280,7 @@ class KVCacheManager:
         request.num_registered_blocks = 0
         request.compacted = request.stale = False
         request.num_dropped_tokens = 0
+        request.level_tokens = request.level_positions = ()
 
     # ------------------------------------------------------------ compaction
 
@@ -319,14 +320,14 @@ class KVCacheManager:
         """Return the blocks, over groups, that a sequence needs less if its cache never holds more
         than `most` of `num_tokens`.
         """
-        return len(self._whole) * (self.blocks_for(num_tokens) - self.blocks_for(most))
+        return len(self.whole_groups) * (self.blocks_for(num_tokens) - self.blocks_for(most))
 
     def compaction_gain(self, request: Request, kept: int, transfers: Iterable[int] = ()) -> int:
         """Return how many blocks a compaction to `kept` tokens would free; negative if others hold
         its blocks. transfers: references to ignore.
         """
         pool, gain, held = self.pool, 0, Counter[int]()
-        for number in self._whole:
+        for number in self.whole_groups:
             table = request.tables[number]
             own = sum(map(pool.is_private, table))
             if own < len(table) and (held := held or Counter(transfers)):
@@ -345,35 +346,40 @@ class KVCacheManager:
         added.
         """
         pool, num_tokens, count = self.pool, request.num_kv_tokens, self.blocks_for(kept)
-        whole = [request.tables[number] for number in self._whole]
+        whole = [request.tables[number] for number in self.whole_groups]
         self.register(request)
         first = [block_id for table in whole for block_id in table[:count]]
         needed = count * len(whole)
         fresh = pool.next_free(needed)
         if len(fresh) == needed and read.isdisjoint(fresh):
             new = iter(pool.allocate(needed))
-            for number, table in zip(self._whole, whole, strict=True):
+            for number, table in zip(self.whole_groups, whole, strict=True):
                 pool.release(table)
                 request.tables[number] = list(islice(new, count))
         elif all(map(pool.is_private, first)) and read.isdisjoint(first):
             for block_id in first:
                 pool.forget(block_id)
-            for number, table in zip(self._whole, whole, strict=True):
+            for number, table in zip(self.whole_groups, whole, strict=True):
                 pool.release(table[count:])
                 request.tables[number] = table[:count]
         else:
             return None
         read.update(chain.from_iterable(whole))
+        self.drop_columns(request, (num_tokens - kept) // self.block_size)
+        request.compacted = True
+        request.num_dropped_tokens += num_tokens - kept
+        return Compaction(request.slot, num_tokens, kept, tuple(map(tuple, request.tables)))
+
+    def drop_columns(self, request: Request, columns: int) -> None:
+        """Let the tables of groups with a reach begin later, by `columns` that are not read any
+        more.
+        """
         if self._local:
             self._release_out_of_reach(request)
-        columns = (num_tokens - kept) // self.block_size
         for number in self._local:
             assert not any(request.tables[number][:columns]), "a block within reach is dropped"
             del request.tables[number][:columns]
             request.num_released_blocks[number] -= columns
-        request.compacted = True
-        request.num_dropped_tokens += num_tokens - kept
-        return Compaction(request.slot, num_tokens, kept, tuple(map(tuple, request.tables)))
 
     # ------------------------------------------------------------ names
 

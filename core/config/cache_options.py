@@ -102,7 +102,8 @@ class CacheOptions(SchedulingOptions, frozen=True, kw_only=True):
         int,
         doc(
             "Generated tokens between two compactions of a request's cache; 0: its cache is "
-            "compacted only once, after the prompt.",
+            "compacted only once, after the prompt, and with kv_compression_levels every 256 "
+            "tokens.",
             ge=0,
         ),
     ] = 0
@@ -130,3 +131,14 @@ class CacheOptions(SchedulingOptions, frozen=True, kw_only=True):
             le=1.0,
         ),
     ] = 1.0
+    kv_compression_levels: Annotated[
+        Name | None,
+        doc(
+            "Levels to which a running request's tokens move as they age, as BITS:SHARE@AGE after "
+            "commas: 8@1024,4:0.5@8192 keeps the newest 1024 tokens as they are computed, older "
+            "ones in 8 bits, and of those with 8192 newer ones the more important half in 4. "
+            "Which half kv_compression says; without shares it is not needed. Several levels with "
+            "the last age divide tokens by importance: 8:0.25@1024,4:0.5@1024. At most three; "
+            "default: none."
+        ),
+    ] = None

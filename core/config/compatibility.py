@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..cache.level_options import chooses
 from ..errors import ConfigError
 from ..parts import adapters, exclusions, kv_compression, kv_transfer, speculation
 from ..parts.exclusions import check_exclusions
@@ -37,6 +38,7 @@ def active_capabilities(config: EngineConfig) -> list[str]:
     active = {
         speculation.NAME: config.speculative_config is not None,
         kv_compression.NAME: config.kv_compression is not None,
+        exclusions.KV_LEVELS: config.kv_compression_levels is not None,
         kv_transfer.NAME: config.kv_transfer_config is not None,
         adapters.NAME: config.enable_lora,
         exclusions.TENSOR_PARALLEL: config.tensor_parallel_size > 1,
@@ -120,6 +122,8 @@ def _check_kv_transfer(config: EngineConfig) -> None:
         )
 
 
+WIDE_TYPES = ("auto", "bfloat16", "float16", "float32")
+"""Of `kv_cache_dtype`, which store numbers as they are computed."""
 COMPRESSION_OPTIONS = {
     "kv_compression_ratio": 0.5, "kv_compression_budget": None, "kv_compression_interval": 0,
     "kv_compression_prompt_interval": 0, "kv_compression_on_pressure": False,
@@ -129,12 +133,13 @@ COMPRESSION_OPTIONS = {
 
 
 def _check_compression(config: EngineConfig) -> None:
-    if config.kv_compression is None:
+    _check_levels(config)
+    if not config.compresses_kv:
         for name, default in COMPRESSION_OPTIONS.items():
             if getattr(config, name) != default:
                 raise ConfigError(
                     f"{name}: no cache is compacted without a KV compressor; name one with "
-                    "kv_compression",
+                    "kv_compression, or levels with kv_compression_levels",
                     param=name,
                 )
     own_ratio = config.kv_compression_ratio != COMPRESSION_OPTIONS["kv_compression_ratio"]
@@ -162,6 +167,39 @@ def _check_compression(config: EngineConfig) -> None:
             "kv_compression_prompt_interval: prompts are computed in one step "
             "(enable_chunked_prefill is off), so their caches are compacted only after it",
             param="kv_compression_prompt_interval",
+        )
+
+
+def _check_levels(config: EngineConfig) -> None:
+    levels = config.cache_levels
+    if not levels:
+        return
+    for name in ("kv_compression_ratio", "kv_compression_budget"):
+        if getattr(config, name) != COMPRESSION_OPTIONS[name]:
+            raise ConfigError(
+                f"{name}: the levels say how many tokens stay (kv_compression_levels); leave one "
+                "of them out",
+                param=name,
+            )
+    if chooses(levels) and config.kv_compression is None:
+        raise ConfigError(
+            f"kv_compression_levels: {config.kv_compression_levels} keeps some tokens, or puts "
+            "them into levels by importance; name a KV compressor that chooses them with "
+            "kv_compression",
+            param="kv_compression_levels",
+        )
+    if config.kv_compression is not None and not chooses(levels):
+        raise ConfigError(
+            f"kv_compression: {config.kv_compression!r} would choose nothing, as all tokens stay "
+            f"in one level of each age (kv_compression_levels {config.kv_compression_levels}); "
+            "leave it out",
+            param="kv_compression",
+        )
+    if config.kv_cache_dtype not in WIDE_TYPES:
+        raise ConfigError(
+            "kv_compression_levels: the newest tokens are cached in the model's type, and "
+            f"kv_cache_dtype is {config.kv_cache_dtype}; leave one of them out",
+            param="kv_compression_levels",
         )
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from ..cache.level_options import CacheLevel, parse_levels
 from ..errors import ConfigError
 from ..spelling import nearest
 from .adapter_options import lora_modules
@@ -127,6 +128,23 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
     def given_model_len(self) -> int | None:
         """`max_model_len` as a number; None: the model's own, or auto."""
         return None if self.max_model_len == "auto" else self.max_model_len
+
+    @property
+    def compresses_kv(self) -> bool:
+        """Whether caches of running requests are compressed."""
+        return self.kv_compression is not None or self.kv_compression_levels is not None
+
+    @property
+    def cache_levels(self) -> tuple[CacheLevel, ...]:
+        """Return `kv_compression_levels`, parsed; empty: none. Raises ConfigError."""
+        if self.kv_compression_levels is None:
+            return ()
+        try:
+            return parse_levels(self.kv_compression_levels)
+        except ValueError as error:
+            raise ConfigError(
+                f"kv_compression_levels: {error}", param="kv_compression_levels"
+            ) from None
 
     @property
     def num_ranks(self) -> int:

@@ -117,8 +117,11 @@ class Admission:
         max_logprobs_per_request: int,
         extra_args: ExtraArgs,
         compresses: bool,
+        leveled: bool = False,
     ) -> None:
-        """compresses: caches are compressed, so requests may set how much."""
+        """compresses: caches are compressed, so requests may set how much; leveled: but levels
+        do.
+        """
         self.model_config = model_config
         self.texts = texts
         self.limits = limits
@@ -127,6 +130,7 @@ class Admission:
         self._longest = limits.longest_sequence()
         self._extra_args = extra_args
         self._compresses = compresses
+        self._leveled = leveled
         # Outputs follow a decoder's prompt, not an encoder's.
         self._longest_prompt = model_config.max_model_len - (model_config.source is None)
 
@@ -438,6 +442,12 @@ class Admission:
             raise InvalidRequest(
                 "kv_compression: this engine compresses no caches (its option kv_compression "
                 "names no compressor)",
+                param="kv_compression",
+            )
+        if compression is not None and compression.enabled and self._leveled:
+            raise InvalidRequest(
+                "kv_compression: this engine's levels say how many tokens stay (its option "
+                'kv_compression_levels); a request may say "off" alone',
                 param="kv_compression",
             )
         vocab = self.model_config.vocab_size

@@ -51,7 +51,7 @@ def connect(
         with contextlib.suppress(RuntimeError):  # The loop is closed.
             loop.call_soon_threadsafe(wake)
 
-    compacts = config.kv_compression is not None
+    compacts = config.compresses_kv
     setup = KVConnectorSetup(
         transfer=config.kv_transfer_config, layout=info.kv_layout, plugins=plugins,
         compacts=compacts, notify=notify,

@@ -59,7 +59,8 @@ class RequestEntry:
             max_logprobs=config.max_logprobs,
             max_logprobs_per_request=config.max_logprobs_per_request,
             extra_args=ExtraArgs(plugins, config),
-            compresses=config.kv_compression is not None,
+            compresses=config.compresses_kv,
+            leveled=config.kv_compression_levels is not None,
         )
         self.media: MediaInput | None = None
         """None: prompts have no media."""

@@ -100,12 +100,13 @@ def resolve_runner(
             "that generate; leave it out",
             param="kv_transfer_config",
         )
-    if pooling is not None and config.kv_compression is not None:
-        raise ConfigError(
-            f"kv_compression: {name} is pooled to vectors here, and reads no cache after the "
-            "prompt; leave it out",
-            param="kv_compression",
-        )
+    for option in ("kv_compression", "kv_compression_levels"):
+        if pooling is not None and getattr(config, option) is not None:
+            raise ConfigError(
+                f"{option}: {name} is pooled to vectors here, and reads no cache after the "
+                "prompt; leave it out",
+                param=option,
+            )
     if pooling is not None and config.speculative_config is not None:
         raise ConfigError(
             f"speculative_config: {name} is pooled to vectors here, and generates no tokens; leave "

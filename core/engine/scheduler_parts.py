@@ -25,6 +25,10 @@ from ..scheduling.parts.pipeline import Pipeline
 from ..scheduling.parts.speculation import Speculation
 from ..scheduling.parts.states import States
 
+LEVEL_INTERVAL = 256
+"""Generated tokens between moves to other levels, unless an option says otherwise: few moves, and
+few tokens that wait for one."""
+
 
 def scheduler_parts(
     config: EngineConfig,
@@ -49,15 +53,17 @@ def scheduler_parts(
     if config.speculative_config is not None:
         _check(config, info, speculation.NAME, "speculative_config", "verifies no drafts")
         parts.append(_speculation(config.speculative_config))
-    if config.kv_compression is not None:
-        _check(config, info, kv_compression.NAME, "kv_compression", "does not compact caches")
+    if config.compresses_kv:
+        option = "kv_compression" if config.kv_compression else "kv_compression_levels"
+        _check(config, info, kv_compression.NAME, option, "does not compact caches")
         if all(group.reach is not None for group in info.cache_groups):
             raise ConfigError(
-                "kv_compression: all layers of this model have a sliding window or chunks, which "
+                f"{option}: all layers of this model have a sliding window or chunks, which "
                 "bound its cache, so that there is nothing to compact",
-                param="kv_compression",
+                param=option,
             )
-        parts.append(KVCompression.maker(_compression_rule(config), info.block_bytes))
+        rule = _compression_rule(config, info)
+        parts.append(KVCompression.maker(rule, info.block_bytes))
     if info.num_snapshots and info.num_blocks:
         parts.append(States)
     if encoder_decoder.NAME in info.parts:
@@ -107,11 +113,14 @@ def _check(config: EngineConfig, info: ExecutorInfo, name: str, option: str, lac
         raise ConfigError(f"{option}: executor {config.executor!r} {lack}", param=option)
 
 
-def _compression_rule(config: EngineConfig) -> CompressionRule:
+def _compression_rule(config: EngineConfig, info: ExecutorInfo) -> CompressionRule:
+    levels, interval = config.cache_levels, config.kv_compression_interval
     return CompressionRule(
+        levels=levels,
+        formats=info.level_formats,
         ratio=config.kv_compression_ratio,
         budget=config.kv_compression_budget,
-        interval=config.kv_compression_interval,
+        interval=interval or (LEVEL_INTERVAL if levels else 0),
         prompt_interval=config.kv_compression_prompt_interval,
         on_pressure=config.kv_compression_on_pressure,
         threshold=config.kv_compression_threshold,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from ..cache.level_options import LevelFormat
 from ..parallel.expert_share import ExpertShare
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import even_slice
@@ -80,6 +81,17 @@ class MixedRows:
     """Most rows that are not decode rows, padding included."""
 
 
+class CacheLevels(NamedTuple):
+    """Tokens of caches in fewer bits: blocks of levels are the first ones of a slot's table, those
+    of the first level before those of the next (`core.cache.levels`). Layers that see all tokens
+    have them; what layers with a window or chunks see is never in a level."""
+
+    formats: tuple[LevelFormat, ...]
+    """[L]"""
+    tokens: torch.Tensor
+    """[num_slots + 1, L] int32: those of each slot."""
+
+
 @dataclass(frozen=True)
 class BatchLayout:
     """One step's rows and tokens. Tensors live on the device; `*_cpu` twins are numpy.
@@ -116,6 +128,9 @@ class BatchLayout:
     """Number of the cache group whose block table this is."""
     slots: torch.Tensor | None = None
     """[R] int32 or int64: each row's slot, padding rows' the last; for layers that keep states."""
+    levels: CacheLevels | None = None
+    """Given with `slots`, if tokens of caches move to levels (`AttentionBackend.leveled_cache`).
+    Then `seq_lens` counts a block of a level as `block_size` tokens, as places in the cache do."""
 
     @classmethod
     def of(
@@ -133,6 +148,7 @@ class BatchLayout:
         mixed: MixedRows | None = None,
         positions: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        levels: CacheLevels | None = None,
         bounded: bool = False,
     ) -> BatchLayout:
         """Create a layout from the tensors and their twins. The only place that does.
@@ -161,6 +177,7 @@ class BatchLayout:
             bounded=bounded,
             group=group,
             slots=slots,
+            levels=levels,
         )
 
     @property

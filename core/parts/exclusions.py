@@ -15,6 +15,7 @@ EXPERT_BALANCE = "expert_balance"
 RECORDING = "recording"
 CALCULATED_SCALES = "calculated_scales"
 BATCH_INVARIANT = "batch_invariant"
+KV_LEVELS = "kv_levels"
 
 OPTIONS: Mapping[str, str] = {
     speculation.NAME: "speculative_config",
@@ -28,6 +29,7 @@ OPTIONS: Mapping[str, str] = {
     RECORDING: "record_steps",
     CALCULATED_SCALES: "calculate_kv_scales",
     BATCH_INVARIANT: "batch_invariant",
+    KV_LEVELS: "kv_compression_levels",
 }
 """Capability or mode → its option."""
 MODELS: Mapping[str, str] = {
@@ -77,6 +79,12 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         "text alone",
         TENSOR_PARALLEL: "sums over ranks do not have one order",
         CALCULATED_SCALES: "the first step decides the scales",
+        KV_LEVELS: "which tokens move together, and what is added up first, depends on the step",
+    },
+    KV_LEVELS: {
+        encoder_decoder.NAME: "only the decoder's keys and values are compacted",
+        PIPELINE: "stages do not agree on the tokens of a block yet",
+        CALCULATED_SCALES: "levels are of caches in the model's type, which has no scales",
     },
 }
 """Capability → other or mode → reason. Each pair occurs once."""

@@ -246,6 +246,9 @@ class AttentionBackend(PagedBackend):
     has fewer tokens than the sequence, chosen anew for each KV head. Such a row computes one token,
     which attends to all that `seq_lens` counts. Needs `standard_cache`. A planned projection then
     takes positions from `BatchLayout.positions`, as they do not follow from lengths."""
+    leveled_cache: ClassVar[bool] = False
+    """Whether `forward` attends to tokens in fewer bits, too, in layers without a window or chunks
+    (`BatchLayout.levels`): all queries of a row see all of them. Needs `compacted_cache`."""
 
     @classmethod
     @abstractmethod

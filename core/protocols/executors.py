@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import msgspec
 
 from ..cache.groups import ONE_GROUP, CacheGroup
+from ..cache.level_options import LevelFormat
 from ..step import InProcess, StepPlan, StepResult, WorkerJob
 
 if TYPE_CHECKING:
@@ -174,6 +175,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     """Tokens of the longest sequence that fits in the cache, where `EngineConfig.max_model_len` is
     auto; None: the model's context."""
+    level_formats: tuple[LevelFormat, ...] = ()
+    """How blocks of each level of `EngineConfig.kv_compression_levels` are filled."""
     num_ranks: int = 1
     """Ranks that compute the model together; bytes are those of one."""
     num_stages: int = 1

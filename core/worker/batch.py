@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..nn.context import BatchLayout
+from ..cache.level_options import LevelFormat
+from ..nn.context import BatchLayout, CacheLevels
 from ..nn.operations import Operations
 from ..nn.step_operations.inputs import DecodeTensors, StepTensors
 from ..step import StepPlan
@@ -158,6 +159,7 @@ class PersistentBatch:
         operations: Operations | None = None,
         num_groups: int = 1,
         compacts: bool = False,
+        levels: tuple[LevelFormat, ...] = (),
         has_sources: bool = False,
         source_tokens: int = 0,
         num_drafts: int = 0,
@@ -165,8 +167,9 @@ class PersistentBatch:
         max_tokens: int = 0,
     ) -> None:
         """`max_tokens`: of a step. `num_groups`: of layers; each has a block table per slot.
-        `compacts`: caches lose tokens. `has_sources`: layers attend to sources, too, of at most
-        `source_tokens` (0: `max_model_len`). `num_drafts`: most per row.
+        `compacts`: caches lose tokens. `levels`: to which tokens move. `has_sources`: layers attend
+        to sources, too, of at most `source_tokens` (0: `max_model_len`). `num_drafts`: most per
+        row.
         """
         self.device = device
         self.operations = operations or Operations()
@@ -186,7 +189,11 @@ class PersistentBatch:
             compacts=compacts,
             max_source_tokens=self.max_source_tokens,
             num_drafts=num_drafts,
+            num_levels=len(levels),
         )
+        self._levels = None
+        if self.table.level_tokens is not None:
+            self._levels = CacheLevels(levels, self.table.level_tokens)
         self._staging: list[torch.Tensor] = []
         self.num_staging = UPLOADS_OF_STEP * steps_in_flight + 1
         """More than the uploads in flight, so that no buffer is rewritten during its copy."""
@@ -305,6 +312,8 @@ class PersistentBatch:
         places = [inputs.slot_mapping]
         if self.table.dropped is not None:
             bounds["positions"] = inputs.positions
+        if self._levels is not None:
+            bounds["levels"] = self._levels
         if count > 1:
             places += self.operations.slot_mappings(
                 inputs.block_table, columns, query_start,

@@ -12,7 +12,7 @@ from struct import pack
 import numpy as np
 import torch
 
-from ..parts.kv_compression import Compaction
+from ..parts.kv_compression import Compaction, LevelMoves
 from ..parts.speculation import Rejection
 from ..step import StepPlan, TableWrite
 
@@ -36,10 +36,11 @@ class SlotTable:
         compacts: bool = False,
         max_source_tokens: int = 0,
         num_drafts: int = 0,
+        num_levels: int = 0,
     ) -> None:
         """`num_groups`: of layers; each has a block table per slot. `compacts`: plans may have
         compactions. `max_source_tokens`: of sources, which have one more table; 0: none.
-        `num_drafts`: most per row.
+        `num_drafts`: most per row. `num_levels`: to which tokens of caches move.
         """
         self.num_slots, self.num_drafts = num_slots, num_drafts
         has_sources = max_source_tokens > 0
@@ -61,7 +62,9 @@ class SlotTable:
         self._dropped_start = _aligned(end)
         size = self._dropped_start + rows if compacts else end
         self._source_start = _aligned(size)
-        size = self._source_start + rows if has_sources else size
+        size = source_end = self._source_start + rows if has_sources else size
+        self._levels_start = _aligned(size)
+        size = self._levels_start + rows * num_levels if num_levels else size
         self._block_size = block_size
         self.storage = torch.zeros(size + 1, dtype=torch.int32, device=device)
         """All columns in one; the last number belongs to no slot."""
@@ -71,8 +74,12 @@ class SlotTable:
         dropped = self.storage[self._dropped_start : self._dropped_start + rows]
         self.dropped = dropped if compacts else None
         """[num_slots + 1] int32: computed tokens dropped by compactions; None without any."""
-        self.source_lengths = self.storage[self._source_start : size] if has_sources else None
+        self.source_lengths = self.storage[self._source_start : source_end] if has_sources else None
         """[num_slots + 1] int32: source tokens; None without sources."""
+        levels = self.storage[self._levels_start : size].view(rows, -1) if num_levels else None
+        self.level_tokens = levels
+        """[num_slots + 1, num_levels] int32: tokens of each level of a cache; None without any."""
+        self.num_levels = num_levels
         self.num_source = np.zeros(rows, dtype=np.int32)
         """[num_slots + 1] The same on the host, set before `writes`."""
         self.num_dropped = np.zeros(rows, dtype=np.int32)
@@ -139,6 +146,8 @@ class SlotTable:
             if self.dropped is not None:
                 self.num_dropped[slot] = 0
                 pieces.append((self._dropped_start + slot, (0,)))
+            if self.num_levels:
+                pieces.append(self._level_piece(slot, (0,) * self.num_levels))
         for write in plan.table_writes:
             self._leave_row(write.slot)
             pieces.append((self._place(self._table_start, write.slot, write), write.block_ids))
@@ -146,17 +155,36 @@ class SlotTable:
 
     def compacted(self, compactions: Sequence[Compaction]) -> np.ndarray:
         """Return compactions' writes, likewise, counting dropped tokens."""
-        assert self.dropped is not None, "a compaction, without KV compression"
         pieces: list[tuple[int, Sequence[int]]] = []
         for compaction in compactions:
-            slot = compaction.slot
-            self._leave_row(slot)
-            self.num_dropped[slot] += compaction.num_tokens - compaction.kept
-            pieces.append((self._dropped_start + slot, (int(self.num_dropped[slot]),)))
-            for group, block_ids in enumerate(compaction.tables):
-                whole = TableWrite(slot, group, 0, block_ids)
-                pieces.append((self._place(self._table_start, slot, whole), block_ids))
+            dropped = compaction.num_tokens - compaction.kept
+            num_dropped = int(self.num_dropped[compaction.slot]) + dropped
+            pieces += self._moved(compaction.slot, num_dropped, compaction.tables)
         return _scattered(pieces)
+
+    def leveled(self, moves: Sequence[LevelMoves]) -> np.ndarray:
+        """Return writes of moves between levels, likewise."""
+        pieces: list[tuple[int, Sequence[int]]] = []
+        for each in moves:
+            pieces += self._moved(each.slot, each.num_dropped, each.tables)
+            pieces.append(self._level_piece(each.slot, each.level_tokens))
+        return _scattered(pieces)
+
+    def _moved(
+        self, slot: int, num_dropped: int, tables: Sequence[tuple[int, ...]]
+    ) -> list[tuple[int, Sequence[int]]]:
+        """Return the writes of a slot whose cache has other blocks."""
+        assert self.dropped is not None, "a compaction, without KV compression"
+        self._leave_row(slot)
+        self.num_dropped[slot] = num_dropped
+        pieces: list[tuple[int, Sequence[int]]] = [(self._dropped_start + slot, (num_dropped,))]
+        for group, block_ids in enumerate(tables):
+            whole = TableWrite(slot, group, 0, block_ids)
+            pieces.append((self._place(self._table_start, slot, whole), block_ids))
+        return pieces
+
+    def _level_piece(self, slot: int, tokens: Sequence[int]) -> tuple[int, Sequence[int]]:
+        return self._levels_start + slot * self.num_levels, tokens
 
     def shorten(self, rejections: Sequence[Rejection]) -> None:
         """Take rejected drafts out of the bounds."""

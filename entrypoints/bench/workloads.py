@@ -81,6 +81,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True,
         "vocab_size": 256000,
     },
+    "Gemma-3-27B": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text",
+        "attention_bias": False, "attention_dropout": 0.0, "attn_logit_softcapping": None,
+        "bos_token_id": 2, "eos_token_id": 1, "final_logit_softcapping": None, "head_dim": 128,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376, "initializer_range": 0.02,
+        "intermediate_size": 21504, "max_position_embeddings": 131072, "num_attention_heads": 32,
+        "num_hidden_layers": 62, "num_key_value_heads": 16, "pad_token_id": 0,
+        "query_pre_attn_scalar": 168, "rms_norm_eps": 1e-6, "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "rope_theta": 1000000.0,
+        "sliding_window": 1024, "sliding_window_pattern": 6, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 262208,
+    },
     "Mamba2-2.7B": {
         "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "bos_token_id": 0,
         "chunk_size": 256, "conv_kernel": 4, "eos_token_id": 0, "expand": 2, "head_dim": 64,

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 
 from ...core.cache.formats import QUANTIZED_FORMATS
 from ...core.cache.reach import Reach
-from ...core.nn.context import BatchLayout
+from ...core.nn.context import BatchLayout, CacheLevels
 from ...core.nn.kv_cache.quantized_cache import KVCache, read_keys, read_values
 from ...core.protocols.attention import AttentionBackend, AttentionSpec, BackendSetup
+from .torch_levels import level_tokens, sees_all
 
 GATHER_ELEMENTS = 1 << 24
 """Most cached keys (elements) gathered at once: bounds a decode step's memory."""
@@ -108,6 +109,7 @@ class TorchAttention(AttentionBackend):
     cache_formats: ClassVar[frozenset[str]] = frozenset(QUANTIZED_FORMATS)
     cache_groups: ClassVar[bool] = True
     compacted_cache: ClassVar[bool] = True
+    leveled_cache: ClassVar[bool] = True
     bounded_lengths: ClassVar[bool] = True
     features: ClassVar[frozenset[str]] = frozenset(
         {
@@ -130,6 +132,7 @@ class TorchAttention(AttentionBackend):
     def __init__(self, setup: BackendSetup) -> None:
         self.device = setup.device
         self.block_size = setup.block_size
+        self.max_model_len = setup.max_model_len
 
     def build_metadata(self, layout: BatchLayout) -> TorchMetadata:
         """Build the layout as Python numbers, once per step. Waits for the device if only that
@@ -156,6 +159,13 @@ class TorchAttention(AttentionBackend):
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         extras = Extras.of(spec, sinks, distance_bias, query.device)
+        levels, slots = metadata.layout.levels, metadata.layout.slots
+        if levels is not None and sees_all(spec, self.max_model_len):
+            assert slots is not None and isinstance(kv_cache, torch.Tensor), "as levels need them"
+            counts = levels.tokens[slots[: metadata.layout.num_rows].long()].tolist()
+            for row, own in enumerate(counts):
+                self._attend_levels(spec, query, kv_cache, metadata, row, levels, own, extras, out)
+            return out
         for chunk in self._decode_chunks(spec, metadata):
             self._decode(spec, query, kv_cache, metadata, chunk, extras, out)
         starts = metadata.starts
@@ -163,6 +173,44 @@ class TorchAttention(AttentionBackend):
             if starts[row + 1] - starts[row] > 1:
                 self._prefill(spec, query, kv_cache, metadata, row, extras, out)
         return out
+
+    def _attend_levels(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: TorchMetadata,
+        row: int,
+        levels: CacheLevels,
+        counts: list[int],
+        extras: Extras,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend for one row: its queries see all tokens of levels, and those after them up to
+        themselves. counts: tokens of each level."""
+        first, end = metadata.starts[row], metadata.starts[row + 1]
+        seq_len = metadata.seq_lens[row]
+        if first == end or not seq_len:
+            return
+        table = metadata.layout.block_table[row]
+        keys, values, column = level_tokens(kv_cache, levels, counts, table, query.dtype)
+        origin = column * self.block_size
+        blocks = table[column : -(-seq_len // self.block_size)]
+        newest = gather(spec, kv_cache, blocks, query.dtype)
+        for found, part in zip((keys, values), newest, strict=True):
+            found.append(part.flatten(0, 1)[: seq_len - origin])
+        older = sum(counts)
+        places = torch.arange(older + seq_len - origin, device=query.device)
+        own = torch.arange(end - first, device=query.device) + older + seq_len - origin
+        mask = places <= (own - (end - first))[:, None]
+        group = spec.num_heads // spec.num_kv_heads
+        # [kv heads, group, tokens, head_dim]
+        heads = [torch.cat(part).transpose(0, 1).unsqueeze(1) for part in (keys, values)]
+        wide = [part.expand(-1, group, -1, -1) for part in heads]
+        queries = query[first:end].view(end - first, -1, group, spec.head_dim).permute(1, 2, 0, 3)
+        sinks = None if extras.sinks is None else extras.sinks[:, :, None]
+        attended = attend(spec, queries, *wide, mask, bias=None, sinks=sinks)
+        out[first:end] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
     def _decode_chunks(self, spec: AttentionSpec, metadata: TorchMetadata) -> list[DecodeChunk]:
         """Split the one-token rows into runs where a gather would be too large or mostly

@@ -20,6 +20,7 @@ class InvariantTorchAttention(TorchAttention):
     name: ClassVar[str] = "torch_invariant"
     batch_invariant: ClassVar[bool] = True
     compacted_cache: ClassVar[bool] = False
+    leveled_cache: ClassVar[bool] = False
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -29,10 +29,12 @@ from ...core.protocols.attention import (
     ProjectedLayer,
     Projection,
 )
+from .torch_levels import sees_all
 
 try:
     from ...kernels.attention.decode_splits import choose_num_splits, workspace_elements
     from ...kernels.attention.fused_decode_attention import fits_registers, fused_decode_attention
+    from ...kernels.attention.leveled_attention import leveled_attention
     from ...kernels.attention.paged_attention_decode import paged_attention_decode
     from ...kernels.attention.paged_attention_prefill import paged_attention_prefill
     from ...kernels.attention.quantized_tiles import is_narrow
@@ -117,6 +119,7 @@ class TritonAttention(AttentionBackend):
     cache_formats: ClassVar[frozenset[str]] = frozenset(QUANTIZED_FORMATS)
     cache_groups: ClassVar[bool] = True
     compacted_cache: ClassVar[bool] = True
+    leveled_cache: ClassVar[bool] = True
     bounded_lengths: ClassVar[bool] = True
 
     @classmethod
@@ -204,6 +207,8 @@ class TritonAttention(AttentionBackend):
         distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         layout, rows = metadata.layout, metadata.num_decode_rows
+        if layout.levels is not None and sees_all(spec, self.max_model_len):
+            return self._forward_leveled(spec, query, key, value, kv_cache, metadata, sinks)
         if layout.mixed is not None:
             return self._forward_mixed(
                 spec, query, kv_cache, layout, layout.mixed, sinks, distance_bias
@@ -246,6 +251,53 @@ class TritonAttention(AttentionBackend):
                 num_tokens=run.end_token - run.first_token,
                 out=out,
             )
+        return out
+
+    def _forward_leveled(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: TritonMetadata,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend to tokens in levels, too: one launch for rows of one token, and one for others. A
+        recorded step with prompts takes one for all.
+        """
+        layout, out = (
+            metadata.layout,
+            torch.empty(query.shape, dtype=query.dtype, device=query.device),
+        )
+        assert layout.levels is not None and layout.slots is not None, "as levels need them"
+        assert isinstance(kv_cache, torch.Tensor), "levels are of caches in the model's type"
+
+        def attend(max_query_len: int, **rows: Any) -> None:
+            assert layout.levels is not None and layout.slots is not None
+            leveled_attention(
+                query, kv_cache, layout.block_table, layout.query_start, layout.seq_lens,
+                layout.levels.tokens, layout.levels.formats, layout.slots, scale=spec.scale,
+                max_query_len=max_query_len, soft_cap=spec.soft_cap, sinks=sinks, out=out, **rows,
+            )  # fmt: skip
+
+        if layout.mixed is not None:
+            attend(layout.max_query_len)
+            return out
+        if rows := metadata.num_decode_rows:
+            splits = self._num_splits(spec, rows, query.dtype, narrow=False)
+            workspace = self._workspace(spec, query.dtype).floats
+            attend(1, num_rows=rows, num_tokens=rows, num_splits=splits, workspace=workspace)
+        for run in metadata.runs:
+            tokens = slice(run.first_token, run.end_token)
+            # Nothing is cached of fresh rows, in levels or not.
+            if _takes_dense(spec, run):
+                out[tokens] = _dense(spec, query[tokens], key[tokens], value[tokens], run)
+                continue
+            attend(
+                run.max_query_len, first_row=run.first_row, num_rows=run.end_row - run.first_row,
+                num_tokens=run.end_token - run.first_token,
+            )  # fmt: skip
         return out
 
     def _forward_mixed(
@@ -332,10 +384,14 @@ class TritonAttention(AttentionBackend):
         metadata: TritonMetadata,
         query_places: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Return None for other steps, and for partial rotations over quantized caches."""
+        """Return None for other steps, for partial rotations over quantized caches, and with tokens
+        in levels.
+        """
         spec, kv_cache, layout = layer.spec, layer.kv_cache, metadata.layout
         rows = layout.num_rows
         if layout.mixed is not None or metadata.num_decode_rows != layout.num_tokens:
+            return None
+        if layout.levels is not None and sees_all(spec, self.max_model_len):
             return None
         rotates_all = cos_sin is None or cos_sin.shape[1] == spec.head_dim
         if isinstance(kv_cache, QuantizedCache) and not rotates_all:

@@ -27,6 +27,7 @@ class InvariantTritonAttention(TritonAttention):
     name: ClassVar[str] = "triton_invariant"
     batch_invariant: ClassVar[bool] = True
     compacted_cache: ClassVar[bool] = False
+    leveled_cache: ClassVar[bool] = False
 
     def build_metadata(self, layout: BatchLayout) -> TritonMetadata:
         return TritonMetadata(layout, 0, ())

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from ...cache.kv_manager import NO_HITS, PrefixHits
+from ...cache.level_options import CacheLevel, LevelFormat
+from ...cache.levels import LeveledTables, Step
 from ...outputs import KVCompressionUsage
-from ...parts.kv_compression import NAME, Compaction, CompactionPlan, CompactionResult
+from ...parts.kv_compression import (
+    NAME,
+    Compaction,
+    CompactionPlan,
+    CompactionResult,
+    LevelMoves,
+)
 from ...request import NEVER, Request
 from ...sampling_params import KVCompressionParams
 from ...step import StepPlan, StepResult
@@ -28,6 +36,10 @@ PAUSE = 32
 """Plans to pause after a search freed nothing."""
 
 
+Target: TypeAlias = "int | list[Step]"
+"""Tokens that stay, or moves between levels."""
+
+
 class CompressionRule(msgspec.Struct, frozen=True):
     ratio: float = 0.5
     """Share of tokens to keep, in (0, 1], without a budget."""
@@ -41,6 +53,10 @@ class CompressionRule(msgspec.Struct, frozen=True):
     """Compact only when blocks run out."""
     threshold: float = 1.0
     """On pressure: share of blocks in use from which caches are compacted."""
+    levels: tuple[CacheLevel, ...] = ()
+    """To which tokens move as they age, instead of a ratio or budget."""
+    formats: tuple[LevelFormat, ...] = ()
+    """Of each level."""
 
     def kept_tokens(self, length: int) -> int:
         count = math.ceil(self.ratio * length) if self.budget is None else self.budget
@@ -100,6 +116,9 @@ class KVCompression(SchedulerPart):
         self._rule = rule
         self._block_bytes = block_bytes
         self._kv = services.kv
+        self._levels = (
+            LeveledTables(services.kv, rule.levels, rule.formats) if rule.levels else None
+        )
         self._requests = services.requests
         self._stats = services.stats
         self._transfers = services.parts.find(KVTransfer)
@@ -110,12 +129,14 @@ class KVCompression(SchedulerPart):
         once if it was preempted and finds more than its prompt."""
         self._read: set[int] = set()
         """Blocks read by this plan's compactions, which none may write."""
-        self._planned: dict[int, tuple[Request, Compaction, int]] = {}
-        """Slot → request, compaction and freed blocks, in this plan."""
+        self._planned: dict[int, tuple[Request, Compaction | LevelMoves, int]] = {}
+        """Slot → request, what moves and freed blocks, in this plan."""
         self._counts: dict[Request, int] = {}
         """Unfinished request → compactions, including before preemption."""
         self._gains: dict[Request, int] = {}
         """Request that runs, or ends → blocks freed since it began to run."""
+        self._drops: dict[Request, int] = {}
+        """Likewise, tokens dropped."""
         self._saved = self._missing = 0
         """Of running requests: blocks that compactions freed, and tokens that they dropped."""
         self._least_free = math.ceil((1 - rule.threshold) * services.kv.num_usable_blocks)
@@ -148,17 +169,22 @@ class KVCompression(SchedulerPart):
         for request, compaction, gain in self._planned.values():
             self._counts[request] = self._counts.get(request, 0) + 1
             self._gains[request] = self._gains.get(request, 0) + gain
+            dropped = compaction.num_tokens - compaction.kept
+            self._drops[request] = self._drops.get(request, 0) + dropped
             self._saved += gain
-            self._missing += compaction.num_tokens - compaction.kept
+            self._missing += dropped
             stats.kv_compactions += 1
             stats.kv_blocks_returned += gain
             stats.kv_bytes_returned += gain * self._block_bytes
             stats.kv_tokens_compacted += compaction.num_tokens
-            stats.kv_tokens_dropped += compaction.num_tokens - compaction.kept
-        compactions = tuple(compaction for _, compaction, _ in self._planned.values())
+            stats.kv_tokens_dropped += dropped
+        planned = [compaction for _, compaction, _ in self._planned.values()]
         self._planned.clear()
         self._read.clear()
-        return CompactionPlan(compactions)
+        return CompactionPlan(
+            tuple(each for each in planned if isinstance(each, Compaction)),
+            tuple(each for each in planned if isinstance(each, LevelMoves)),
+        )
 
     def begin_result(self, plan: StepPlan, result: StepResult) -> None:
         cost: CompactionResult | None = result.parts.get(NAME)
@@ -183,6 +209,7 @@ class KVCompression(SchedulerPart):
     def enter(self, request: Request, hits: PrefixHits) -> None:
         rule = self._rule.of(request.params.kv_compression)
         self._gains.pop(request, None)
+        self._drops.pop(request, None)
         if rule is None or rule.on_pressure:
             return
         self._entering = request
@@ -220,19 +247,17 @@ class KVCompression(SchedulerPart):
         return place - computed if computed < place < computed + count else count
 
     def leave(self, request: Request) -> None:
-        dropped = request.num_dropped_tokens
-        if (planned := self._planned.pop(request.slot, None)) is not None:
-            # Neither its gain nor what it drops was counted.
-            dropped -= planned[1].num_tokens - planned[1].kept
+        self._planned.pop(request.slot, None)  # Neither its gain nor what it drops was counted.
         self._saved -= self._gains.get(request, 0)
-        self._missing -= dropped
+        self._missing -= self._drops.get(request, 0)
         self._places.pop(request, None)
 
     def ended(self, request: Request) -> None:
         count, gain = self._counts.pop(request, 0), self._gains.pop(request, 0)
+        dropped = self._drops.pop(request, 0)
         if request.compacted:
             request.compression_usage = KVCompressionUsage(
-                request.num_kv_tokens, request.num_dropped_tokens, count, gain * self._block_bytes
+                request.num_computed_tokens - dropped, dropped, count, gain * self._block_bytes
             )
 
     @property
@@ -263,7 +288,11 @@ class KVCompression(SchedulerPart):
         rule, length = self._rule.of(request.params.kv_compression), request.num_tokens
         if rule is None or hits.num_blocks:
             return length
-        return rule.most_tokens(request.num_prompt_tokens, length, self._kv.most_after)
+        if self._levels is not None:
+            rule, most_after = msgspec.structs.replace(rule, ratio=1.0), self._levels.most_tokens
+        else:
+            most_after = self._kv.most_after
+        return rule.most_tokens(request.num_prompt_tokens, length, most_after)
 
     def _likely(self, requests: Iterable[Request]) -> int:
         """Return running requests' likely growth in blocks: until prompts are computed, or another
@@ -291,8 +320,8 @@ class KVCompression(SchedulerPart):
         """
         rule, transfers = self._rule.of(request.params.kv_compression), self._transfers
         assert rule is not None, "no compaction is due"
-        gain, kept = self._gain(request, rule, () if transfers is None else transfers.held)
-        if gain < self.min_gain or self._compact_held(request, kept, gain):
+        gain, target = self._gain(request, rule, () if transfers is None else transfers.held)
+        if gain < self.min_gain or self._compact_held(request, target, gain):
             self._places[request] = rule.next_place(
                 request.num_computed_tokens, request.num_prompt_tokens
             )
@@ -305,7 +334,7 @@ class KVCompression(SchedulerPart):
         """worth: skip caches that free less than 1 / worth of their blocks."""
         if not self._rule.on_pressure:
             return False
-        best: tuple[int, int, Request] | None = None
+        best: tuple[int, Target, Request] | None = None
         undecided: tuple[int, Request] | None = None
         for request in requests:
             rule = self._rule.of(request.params.kv_compression)
@@ -315,16 +344,17 @@ class KVCompression(SchedulerPart):
                 continue
             if request.slot in self._planned:
                 continue
-            gain, kept = self._gain(request, rule)
+            gain, target = self._gain(request, rule)
             if worth is not None and gain * worth < self._kv.num_held(request):
                 continue
             if gain > 0 and request.num_unverified_tokens:
                 if undecided is None or gain > undecided[0]:
                     undecided = gain, request
             elif gain > 0 and (best is None or gain > best[0]):
-                best = gain, kept, request
+                best = gain, target, request
         if best is not None:
-            return self._compact(best[2], best[1], best[0])
+            gain, target, request = best
+            return self._compact(request, target, gain)
         if undecided is not None:
             # Compacted at its next row, which waits until its drafts are decided.
             _, request = undecided
@@ -344,28 +374,38 @@ class KVCompression(SchedulerPart):
 
     def _gain(
         self, request: Request, rule: CompressionRule, transfers: Iterable[int] = ()
-    ) -> tuple[int, int]:
-        """Return the freed blocks and kept tokens of a compaction.
+    ) -> tuple[int, Target]:
+        """Return the freed blocks of a compaction, and what it leaves.
 
         transfers: references to ignore.
         """
+        if self._levels is not None:
+            steps = self._levels.steps(request, transfers)
+            return sum(step.gain for step in steps), steps
         num_tokens = request.num_kv_tokens
         kept = min(rule.kept_tokens(request.num_computed_tokens), num_tokens)
         kept = self._kv.possible_length(num_tokens, kept)
         return self._kv.compaction_gain(request, kept, transfers), kept
 
-    def _compact_held(self, request: Request, kept: int, gain: int) -> bool:
+    def _compact_held(self, request: Request, target: Target, gain: int) -> bool:
         if self._transfers is not None:
             self._transfers.hold_prompt(request)
-        if self._compact(request, kept, gain):
+        if self._compact(request, target, gain):
             return True
         if self._transfers is not None:
             self._transfers.let_prompt_go(request)
         return False
 
-    def _compact(self, request: Request, kept: int, gain: int) -> bool:
-        compaction = self._kv.compact(request, kept, self._read)
-        if compaction is None:
+    def _compact(self, request: Request, target: Target, gain: int) -> bool:
+        if isinstance(target, int):
+            compaction = self._kv.compact(request, target, self._read)
+            if compaction is None:
+                return False
+            self._planned[request.slot] = request, compaction, gain
+            return True
+        assert self._levels is not None, "steps are of levels"
+        moved = self._levels.move(request, target)
+        if moved is None:
             return False
-        self._planned[request.slot] = request, compaction, gain
+        self._planned[request.slot] = request, *moved
         return True

@@ -298,16 +298,20 @@ def load_compressor(
     layers: Sequence[CacheLayer],
     cache_dtype: torch.dtype,
     max_model_len: int,
-) -> KVCompressor:
-    """Return the configured compressor.
+) -> KVCompressor | None:
+    """Return the configured compressor; None: levels keep all tokens.
 
     Raises ConfigError if a layer's cache cannot be compacted by it.
     """
-    name = config.kv_compression
-    assert name is not None, "no KV compressor is configured"
+    name, leveled = config.kv_compression, config.kv_compression_levels is not None
+    reasons = [layer_refusal(layer, cache_dtype) for layer in layers]
+    if name is None:
+        _refuse("kv_compression_levels: they cannot serve", reasons)
+        return None
     registry = plugins["kv_compressor"]
     compressor_class = registry.load(name)
-    reasons = [layer_refusal(layer, cache_dtype) for layer in layers]
+    if leveled and merges(compressor_class):
+        reasons.append("it changes values, which levels do not (kv_compression_levels)")
     for layer in compacted_layers(layers, max_model_len):
         if layer.recent:
             continue
@@ -315,15 +319,17 @@ def load_compressor(
             reasons.append(compressor_class.refusal(layer.spec))
         if merges(compressor_class) and not layer.mergeable:
             reasons.append("it changes values, which are parts of keys in a cache of latents")
-    for reason in reasons:
-        if reason is not None:
-            raise ConfigError(
-                f"kv_compression: {name!r} cannot serve this model here: {reason}",
-                param="kv_compression",
-            )
+    _refuse(f"kv_compression: {name!r} cannot serve", reasons)
     with registry.calling(name, "its constructor"):
         compressor: KVCompressor = compressor_class()
     return compressor
+
+
+def _refuse(what: str, reasons: Sequence[str | None]) -> None:
+    """Raise ConfigError for the first reason, if any. what: option and subject"""
+    for reason in reasons:
+        if reason is not None:
+            raise ConfigError(f"{what} this model here: {reason}", param=what.partition(":")[0])
 
 
 def layer_refusal(layer: CacheLayer, cache_dtype: torch.dtype) -> str | None:

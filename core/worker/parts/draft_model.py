@@ -156,5 +156,5 @@ def _check(start: StartContext, config: SpeculativeConfig, needs: SpeculatorNeed
         raise refuse("has a model that keeps states of sequences, which do not go back")
     if needs != SpeculatorNeeds() and start.ranks.pipeline.size > 1:
         raise refuse("reads more than tokens, which is not sent between stages yet")
-    if needs != SpeculatorNeeds() and start.config.kv_compression is not None:
+    if needs != SpeculatorNeeds() and start.config.compresses_kv:
         raise refuse("reads more than tokens, and caches of draft models are not compacted")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
+from ...cache.level_options import LevelFormat
 from ...errors import ConfigError
 from ...nn.context import QueryPlaces
-from ...parts.kv_compression import NAME, Compaction, CompactionPlan, CompactionResult
+from ...parts.kv_compression import NAME, CompactionPlan, CompactionResult
 from ...protocols.attention import AttentionBackend, PagedBackend
 from ...protocols.latent_attention import LatentAttentionBackend
 from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
@@ -17,6 +19,7 @@ from ..batch import PersistentBatch, StepInputs
 from ..launched_step import LaunchedStep
 from .compacted_layers import compacted_layers
 from .compaction import Compactor, load_compressor
+from .level_moves import LevelMover, level_formats
 from .part import PartNeeds, PartSite, PartStart, Report, StartContext, WorkerPart
 from .query_ring import QueryRing
 
@@ -29,35 +32,57 @@ class KVCompressionStart(PartStart):
 
     def __init__(self, start: StartContext) -> None:
         self._start = start
+        if start.config.kv_compression is None:
+            self.option = "kv_compression_levels"
         max_model_len = start.model_config.max_model_len
         if not start.layers and start.ranks.pipeline.size == 1:
             raise ConfigError(
-                "kv_compression: no layer of this model keeps something of each token, so that "
+                f"{self.option}: no layer of this model keeps something of each token, so that "
                 "there is nothing to compact",
-                param="kv_compression",
+                param=self.option,
             )
         self._compressor = load_compressor(
             start.plugins, start.config, start.layers, start.kv_dtype, max_model_len
         )
         self._layers = compacted_layers(start.layers, max_model_len)
+        self._formats: tuple[LevelFormat, ...] = ()
+        if levels := start.config.cache_levels:
+            self._formats = level_formats(
+                start.layers, levels, start.config.block_size, start.kv_dtype, max_model_len
+            )
         self.needs = PartNeeds(
-            operations=OPERATIONS, refuses=backend_refusal, batch={"compacts": True}
+            operations=OPERATIONS,
+            refuses=level_refusal if levels else backend_refusal,
+            batch={"compacts": True, "levels": self._formats},
         )
 
     def make(self, site: PartSite) -> KVCompression:
         start, config, ring = self._start, self._start.config, None
-        described = start.plugins["kv_compressor"].described(config.kv_compression or "")
+        described = "moving to levels"
+        if config.kv_compression is not None:
+            described = start.plugins["kv_compressor"].described(config.kv_compression)
         dtype = start.model_config.dtype
-        if self._compressor.num_queries:
+        compressor = self._compressor
+        if compressor is not None and compressor.num_queries:
             ring = QueryRing(
-                self._layers, config.max_num_seqs, self._compressor.num_queries, start.device,
+                self._layers, config.max_num_seqs, compressor.num_queries, start.device,
                 dtype, site.batch.num_drafts,
             )  # fmt: skip
-        compactor = Compactor(
-            self._compressor, described, self._layers, site.batch.table, config.block_size,
-            start.operations, dtype, ring,
-        )  # fmt: skip
-        return KVCompression(compactor, ring, site.batch, divided=start.ranks.size > 1)
+        mover: Compactor | LevelMover
+        if self._formats:
+            mover = LevelMover(
+                compressor, described, self._layers, self._formats, config.block_size, dtype, ring
+            )
+        else:
+            assert compressor is not None, "without levels, a compressor is named"
+            mover = Compactor(
+                compressor, described, self._layers, site.batch.table, config.block_size,
+                start.operations, dtype, ring,
+            )  # fmt: skip
+        return KVCompression(mover, ring, site.batch, divided=start.ranks.size > 1)
+
+    def complete(self, num_blocks: int) -> Mapping[str, Any]:
+        return {"level_formats": self._formats}
 
 
 def backend_refusal(backend: type[PagedBackend]) -> str | None:
@@ -70,6 +95,13 @@ def backend_refusal(backend: type[PagedBackend]) -> str | None:
     return None if serves else "it reads no compacted cache (kv_compression)"
 
 
+def level_refusal(backend: type[PagedBackend]) -> str | None:
+    """Return why an attention backend does not fit the part with levels, or None."""
+    if not (issubclass(backend, AttentionBackend) and backend.leveled_cache):
+        return "it reads no tokens in fewer bits beside others (kv_compression_levels)"
+    return backend_refusal(backend)
+
+
 class KVCompression(WorkerPart):
     """Runs compactions, and keeps failures for their rows."""
 
@@ -77,7 +109,7 @@ class KVCompression(WorkerPart):
 
     def __init__(
         self,
-        compactor: Compactor,
+        mover: Compactor | LevelMover,
         ring: QueryRing | None,
         batch: PersistentBatch,
         *,
@@ -86,7 +118,7 @@ class KVCompression(WorkerPart):
         """ring: if the compressor needs queries. divided: whether other ranks have parts of
         caches.
         """
-        self._compactor = compactor
+        self._mover = mover
         self._ring = ring
         self._batch = batch
         self._divided = divided
@@ -108,15 +140,20 @@ class KVCompression(WorkerPart):
         Raises RuntimeError if one fails and other ranks share the cache.
         """
         assert isinstance(part, CompactionPlan)
-        self._seconds.append(self._timed(lambda: self._run(part.compactions)))
+        self._seconds.append(self._timed(lambda: self._run(part)))
 
-    def _run(self, compactions: tuple[Compaction, ...]) -> None:
-        failures = self._compactor.run(compactions)
+    def _run(self, part: CompactionPlan) -> None:
+        if isinstance(self._mover, LevelMover):
+            failures = self._mover.run(part.moves)
+        else:
+            failures = self._mover.run(part.compactions)
         if failures and self._divided:
             # It may have failed on this rank alone, whose results are not those that are served.
             raise RuntimeError(next(iter(failures.values())))
         self._failures |= failures
-        self._batch.send_writes(self._batch.table.compacted(compactions))
+        table = self._batch.table
+        self._batch.send_writes(table.compacted(part.compactions))
+        self._batch.send_writes(table.leveled(part.moves))
 
     def context(self, inputs: StepInputs) -> QueryPlaces | None:
         return None if self._ring is None else self._ring.places(inputs)
@@ -133,7 +170,10 @@ class KVCompression(WorkerPart):
         return lambda: CompactionResult(sum(seconds() for seconds in times))
 
     def warm_up(self) -> None:
-        self._compactor.warm_up()
+        if isinstance(self._mover, LevelMover):
+            self._mover.warm_up(self._batch.scratch_slot)
+        else:
+            self._mover.warm_up()
 
     def _timed(self, work: Callable[[], None]) -> Callable[[], float]:
         """Queue work; return a function for its seconds, once done."""

@@ -60,6 +60,7 @@ def _check_span_options(config: EngineConfig) -> None:
     not found by their positions."""
     for name, reason in (
         ("kv_compression", "so its place in the cache must be that in the prompt"),
+        ("kv_compression_levels", "so its place in the cache must be that in the prompt"),
         ("long_prefill_token_threshold", "so they are computed in one step"),
     ):
         if getattr(config, name):

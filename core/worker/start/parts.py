@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 
 from ...config.compatibility import active_capabilities
 from ...parts import encoder_decoder, kv_compression, media, speculation, states
-from ...parts.exclusions import check_exclusions
+from ...parts.exclusions import KV_LEVELS, check_exclusions
 from ...protocols.attention import PagedBackend
 from ...registration.step_parts import KIND, active_parts, excluded_by
 from ..parts.adapters import AdaptersStart
 from ..parts.encoder_decoder import EncoderDecoderStart, source_attention
-from ..parts.kv_compression import KVCompressionStart
+from ..parts.kv_compression import KVCompressionStart, level_refusal
 from ..parts.kv_compression import backend_refusal as compression_refusal
 from ..parts.kv_transfer import KVTransferStart
 from ..parts.media import MediaStart
@@ -24,8 +24,9 @@ from ..parts.states import StatesStart, check_state_options, state_layers
 BACKEND_REFUSALS: Mapping[str, Callable[[type[PagedBackend]], str | None]] = {
     speculation.NAME: speculation_refusal,
     kv_compression.NAME: compression_refusal,
+    KV_LEVELS: level_refusal,
 }
-"""Part → reason against an attention backend, or None."""
+"""Part or mode → reason against an attention backend, or None."""
 
 
 def start_parts(start: StartContext, notify: Callable[[], None]) -> list[PartStart]:
@@ -45,7 +46,7 @@ def start_parts(start: StartContext, notify: Callable[[], None]) -> list[PartSta
         parts.append(StatesStart(start))
     else:
         check_state_options(config)
-    if config.kv_compression is not None:
+    if config.compresses_kv:
         parts.append(KVCompressionStart(start))
     if brought[encoder_decoder.NAME]:
         parts.append(EncoderDecoderStart(start))

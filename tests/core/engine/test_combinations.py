@@ -32,6 +32,7 @@ from jackfield.core.parts.exclusions import (
     DATA_PARALLEL,
     EXCLUDES,
     EXPERT_BALANCE,
+    KV_LEVELS,
     MODELS,
     OPTIONS,
     PIPELINE,
@@ -59,6 +60,10 @@ HERE: dict[str, dict[str, Any]] = {
     RECORDING: {"record_steps": "plans"},
     CALCULATED_SCALES: {"calculate_kv_scales": True, "kv_cache_dtype": "fp8"},
     BATCH_INVARIANT: {"batch_invariant": True, "attention_backend": "torch_invariant"},
+    KV_LEVELS: {
+        "kv_compression_levels": "8@8,4@12",
+        "kv_compression_interval": 2,
+    },
 }
 """Capability → options that turn it on, within one process."""
 PROCESSES: dict[str, dict[str, Any]] = {
@@ -72,6 +77,10 @@ PROCESSES: dict[str, dict[str, Any]] = {
     },
 }
 ALL = {**HERE, **PROCESSES}
+TOGETHER: dict[tuple[str, str], dict[str, Any]] = {
+    (kv_compression.NAME, KV_LEVELS): {"kv_compression_levels": "8@8,4:0.5@12"},
+}
+"""Pair → options that it has instead of those of each."""
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -151,7 +160,7 @@ def forked_ranks() -> Iterator[None]:
 
 
 def config_of(pair: tuple[str, str], models: dict[str, str], folder: Path) -> EngineConfig:
-    options = {**ALL[pair[0]], **ALL[pair[1]]}
+    options = {**ALL[pair[0]], **ALL[pair[1]], **TOGETHER.get(pair, {})}
     if "record_steps" in options:
         options["record_steps"] = str(folder / "plans")
     names = ("-".join(pair), *pair, "plain")

@@ -6,7 +6,7 @@ from typing import Any
 
 from jackfield.core.parts.adapters import AdapterRoom
 from jackfield.core.parts.encoder_decoder import EncodeItem
-from jackfield.core.parts.kv_compression import Compaction
+from jackfield.core.parts.kv_compression import Compaction, LevelMoves
 from jackfield.core.parts.speculation import DraftPlan, DraftResult
 from jackfield.core.request import Request, Update
 from jackfield.core.sampling_params import SamplingParams
@@ -87,6 +87,11 @@ def drafts_of(plan: StepPlan) -> DraftPlan:
 def compactions_of(plan: StepPlan) -> tuple[Compaction, ...]:
     part = plan.parts.get("kv_compression")
     return () if part is None else part.compactions
+
+
+def moves_of(plan: StepPlan) -> tuple[LevelMoves, ...]:
+    part = plan.parts.get("kv_compression")
+    return () if part is None else part.moves
 
 
 def encoded_by(plan: StepPlan) -> tuple[EncodeItem, ...]:

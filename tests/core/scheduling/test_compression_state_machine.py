@@ -14,6 +14,7 @@ from test_scheduler_state_machine import (
 )
 
 from jackfield.core.cache.groups import CacheGroup
+from jackfield.core.cache.level_options import CacheLevel, LevelFormat
 from jackfield.core.cache.reach import Reach
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.parts.kv_compression import CompressionRule
@@ -107,7 +108,69 @@ class PressedDraftsMachine(PriorityMachine):
     num_blocks = 13
 
 
+LEVELS = {
+    "levels": (CacheLevel(8, 1.0, 3), CacheLevel(4, 0.5, 9)),
+    "formats": (LevelFormat(8, 7), LevelFormat(4, 12)),
+}
+
+
+class LeveledMachine(PriorityMachine):
+    """Tokens move to two levels, whose blocks hold 7 and 12."""
+
+    kv_compression = CompressionRule(**LEVELS, interval=5)
+    num_blocks = 20
+
+
+class LeveledPromptsMachine(PriorityMachine):
+    """Within prompts, too, in a pool that is often starved: targets are among the sources."""
+
+    kv_compression = CompressionRule(**LEVELS, interval=4, prompt_interval=9)
+    num_blocks = 12
+
+
+class ImportanceMachine(PriorityMachine):
+    """Tokens of an age go to two levels."""
+
+    kv_compression = CompressionRule(
+        levels=(CacheLevel(16, 0.3, 4), CacheLevel(8, 0.25, 10), CacheLevel(4, 0.05, 10)),
+        formats=(LevelFormat(16, 4), LevelFormat(8, 7), LevelFormat(4, 12)), interval=3,
+    )  # fmt: skip
+    num_blocks = 20
+
+
+class PressedLevelsMachine(PriorityMachine):
+    kv_compression = CompressionRule(**LEVELS, on_pressure=True, threshold=0.5)
+    num_blocks = 13
+
+
+class LeveledConnectorMachine(ConnectorPriorityMachine):
+    kv_compression = CompressionRule(**LEVELS, interval=6, prompt_interval=18)
+    num_blocks = 20
+
+
+class LeveledWindowsMachine(WindowsMachine):
+    """No level begins within a window."""
+
+    kv_compression = CompressionRule(
+        levels=(CacheLevel(8, 1.0, 12), CacheLevel(4, 0.5, 20)), formats=LEVELS["formats"],
+        interval=6,
+    )  # fmt: skip
+
+
+class LeveledDraftsMachine(PriorityMachine):
+    num_drafts = 3
+    kv_compression = CompressionRule(**LEVELS, interval=5, prompt_interval=7)
+    num_blocks = 20
+
+
 MACHINES = (
+    LeveledMachine,
+    LeveledPromptsMachine,
+    ImportanceMachine,
+    PressedLevelsMachine,
+    LeveledConnectorMachine,
+    LeveledWindowsMachine,
+    LeveledDraftsMachine,
     CompactingMachine,
     RecompactingMachine,
     PressedMachine,

@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import engine as conjecture
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduled import compactions_of, drafted, drafts_of, metadata_of, parts_for
+from scheduled import compactions_of, drafted, drafts_of, metadata_of, moves_of, parts_for
 
 from jackfield.core.cache.groups import ONE_GROUP, CacheGroup
 from jackfield.core.cache.reach import Reach
 from jackfield.core.parts.adapters import AdapterRoom
 from jackfield.core.parts.encoder_decoder import Source
-from jackfield.core.parts.kv_compression import Compaction
+from jackfield.core.parts.kv_compression import Compaction, LevelMoves
 from jackfield.core.parts.kv_transfer import KVDetached, KVReport, TransferResult
 from jackfield.core.parts.part_types import PartTypes
 from jackfield.core.request import Request, Status
@@ -80,8 +80,11 @@ class ReplayingWorker:
         self.tables: dict[int, list[dict[int, int]]] = {}
         """Slot → of each group: column → block."""
         self.salts: dict[int, str | None] = {}
-        self.held: dict[int, list[list[int]]] = {}
-        """Compacted slot → of each group: the positions that its cache holds, in order."""
+        self.held: dict[int, list[list[int | None]]] = {}
+        """Compacted slot → of each group: the positions that its cache holds, in order; None: in a
+        block of a level."""
+        self.leveled: dict[int, list[dict[int, list[tuple[int, int]]]]] = {}
+        """Slot → of each group: level → places of its tokens, in order."""
         self.num_compactions = 0
         self.owners: dict[int, int | None] = {}
         """Slot → the number of its compaction."""
@@ -101,7 +104,7 @@ class ReplayingWorker:
     def _states(self) -> tuple[dict[int, Any], ...]:
         return (
             self.tokens, self.computed, self.tables, self.salts, self.held, self.owners,
-            self.drafts, self.bounds,
+            self.drafts, self.bounds, self.leveled,
         )  # fmt: skip
 
     def compact(self, compactions: tuple[Compaction, ...]) -> None:
@@ -150,6 +153,78 @@ class ReplayingWorker:
                     self._shift(slot, number, dropped, target, before)
                 self.held[slot].append([held[index] for index in chosen])
 
+    def move_levels(self, requests: tuple[LevelMoves, ...], sizes: tuple[int, ...]) -> None:
+        """Move tokens between levels, the blocks of one request after those of another, and all of
+        a move's tokens at once. sizes: level → tokens of a block."""
+        for each in requests:
+            slot, before = each.slot, self.owners.get(each.slot)
+            assert each.num_computed == self.computed[slot]
+            old = [self._held(slot, number) for number in range(len(self.groups))]
+            self.num_compactions += 1
+            self.owners[slot] = before or self.num_compactions
+            length = each.num_computed - each.num_dropped
+            own = self.leveled.setdefault(slot, [{} for _ in self.groups])
+            held: list[list[int | None]] = []
+            for number, group in enumerate(self.groups):
+                if group.reach is not None:
+                    dropped = len(old[number]) - length
+                    self._shift(slot, number, dropped, each.tables[number], before)
+                    held.append(old[number][dropped:])
+                    continue
+                blocks, newest = self._move_group(each, number, own[number], sizes)
+                assert list(each.tables[number]) == [*blocks, *newest]
+                self.tables[slot][number] = dict(enumerate(each.tables[number]))
+                first = old[number].index(None) if None in old[number] else len(old[number])
+                whole = [place for place in old[number] if place is not None]
+                count = length - len(blocks) * self.block_size
+                assert first in (0, len(old[number])) and 0 <= count <= len(whole)
+                padding: list[int | None] = [None] * (len(blocks) * self.block_size)
+                held.append(padding + whole[len(whole) - count :])
+            self.held[slot] = held
+            tokens = tuple(
+                len(own[0].get(level, ())) for level in range(1, len(each.level_tokens) + 1)
+            )
+            assert self.groups[0].reach is not None or tokens == each.level_tokens
+
+    def _move_group(
+        self,
+        each: LevelMoves,
+        number: int,
+        own: dict[int, list[tuple[int, int]]],
+        sizes: tuple[int, ...],
+    ) -> tuple[list[int], list[int]]:
+        """→ the blocks of levels, in their order, and those of the newest tokens."""
+        columns = self.tables[each.slot][number]
+        begin = sum(len({block for block, _ in places}) for places in own.values())
+        end = -(-len(self._held(each.slot, number)) // self.block_size)
+        newest = [columns[column] for column in range(begin, end)]
+        for move in each.moves:
+            blocks, size = move.blocks[number], sizes[move.source]
+            assert move.num_tokens == len(blocks) * size > 0
+            if move.source:
+                places = own[move.source][: move.num_tokens]
+                del own[move.source][: move.num_tokens]
+            else:
+                assert list(blocks) == newest[: len(blocks)]
+                del newest[: len(blocks)]
+                places = [(block, offset) for block in blocks for offset in range(size)]
+            assert list(dict.fromkeys(block for block, _ in places)) == list(blocks)
+            contents = [self.kv[place] for place in places]
+            order = sorted(range(len(contents)), key=lambda index: (index * 7919) % 101)
+            for target in move.targets:
+                kept, order = sorted(order[: target.kept]), order[target.kept :]
+                assert len(kept) == target.kept > 0
+                had, size = own.setdefault(target.level, []), sizes[target.level]
+                assert target.first == len(had) % size
+                assert not target.first or target.blocks[number][0] == had[-1][0], "no gap"
+                assert len(target.blocks[number]) == -(-(target.first + len(kept)) // size)
+                for place, index in enumerate(kept, target.first):
+                    where = target.blocks[number][place // size], place % size
+                    self.kv[where] = (*contents[index][:3], self.owners[each.slot])
+                    had.append(where)
+        levels = [own.get(level, []) for level in range(1, len(sizes))]
+        return [block for each in levels for block in dict.fromkeys(b for b, _ in each)], newest
+
     def _shift(
         self, slot: int, number: int, dropped: int, target: tuple[int, ...], before: int | None
     ) -> None:
@@ -166,7 +241,7 @@ class ReplayingWorker:
                     self.kv[block, offset] = (*what[:3], self.owners[slot])
         self.tables[slot][number] = {n: block for n, block in enumerate(target) if block}
 
-    def _held(self, slot: int, number: int = 0) -> list[int]:
+    def _held(self, slot: int, number: int = 0) -> list[int | None]:
         held = self.held.get(slot)
         return list(range(self.computed[slot])) if held is None else held[number]
 
@@ -252,8 +327,15 @@ class ReplayingWorker:
                 seen = first_seen(group.reach, len(held) - (end - first))
                 if group.reach is not None:
                     assert held[seen] == first_seen(group.reach, first), "it sees less than it may"
-                for index, position in list(enumerate(held))[seen:]:
-                    prefix, salt, owner, only = self.kv[self._place(slot, number, index)]
+                places = [self._place(slot, number, n) for n in range(seen, len(held))
+                          if held[n] is not None]  # fmt: skip
+                positions = [position for position in held[seen:] if position is not None]
+                for own in self.leveled.get(slot, [{}] * len(self.groups))[number].values():
+                    places += own
+                    positions += [len(self.kv[place][0]) - 1 for place in own]
+                assert len(set(positions)) == len(positions), "a token is there twice"
+                for place, position in zip(places, positions, strict=True):
+                    prefix, salt, owner, only = self.kv[place]
                     assert only in (None, self.owners.get(slot)), "another's compacted KV"
                     assert prefix == tuple(ahead[slot][: position + 1]), "another's KV"
                     assert salt == self.whose(slot, position), "another tenant's KV"
@@ -503,6 +585,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.slots[start.slot] = start.request_id
                 self.owners[plan.step] = dict(self.slots)
                 self.worker.compact(compactions_of(plan))
+                self.worker.move_levels(moves_of(plan), self.level_sizes)
                 report = self.transfer(plan)
                 result = self.worker.run(plan, self.salts, report, look=self.detached is not None)
                 self.flying.append((plan, self.with_news(result)))
@@ -616,11 +699,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.scheduler.check_invariants()
         running = self.scheduler.requests.running.requests
-        assert self.scheduler.stats.kv_tokens_missing == sum(r.num_dropped_tokens for r in running)
+        assert self.scheduler.stats.kv_tokens_missing == sum(map(self.num_missing, running))
         for request in running:
             for table, group in zip(request.tables, self.groups, strict=True):
                 most = group.most_blocks(request.num_computed_tokens, self.block_size, self.budget)
                 assert sum(map(bool, table)) <= most
+
+    @property
+    def level_sizes(self) -> tuple[int, ...]:
+        """Level → tokens of a block."""
+        formats = () if self.kv_compression is None else self.kv_compression.formats
+        return (self.block_size, *(form.tokens for form in formats))
+
+    def num_missing(self, request: Request) -> int:
+        """Computed tokens that are in no block of a request."""
+        if not request.level_tokens:
+            return request.num_dropped_tokens
+        counted = zip(request.level_tokens, self.level_sizes[1:], strict=True)
+        saved = sum(-(-count // size) * self.block_size - count for count, size in counted)
+        return request.num_dropped_tokens + saved
 
     def run_to_the_end(self) -> None:
         for number in range(5000):

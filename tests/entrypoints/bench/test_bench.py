@@ -147,6 +147,7 @@ def test_the_floor_of_8b_is_its_bytes(tmp_path: Path) -> None:
     """15.1 GB of weights at 4.2 TB/s: 3.60 ms per token."""
     assert set(ARCHITECTURES) == {
         "Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B", "Qwen2.5-7B", "Gemma-2-9B",
+        "Gemma-3-27B",
         "DeepSeek-V2-Lite", "Mamba2-2.7B", "Falcon-H1-1.5B", "Qwen3-Next-12L", "GPT-OSS-20B",
         *FAMILY_SHAPES,
     }  # fmt: skip

@@ -23,6 +23,7 @@ INT4_TYPES = {"weight_ptr": "*i32", "zero_ptr": "*u8"}
 TYPES = {
     "experts_ptr": "*i32",
     "lists_ptr": "*i32",
+    "levels_ptr": "*i32",
     "counts_ptr": "*i32",
     "weights_ptr": "*fp32",
     "factor_ptr": "*fp32",
