@@ -92,9 +92,12 @@ class Attention(nn.Module):
         """
         positions, cos_sin = context.rotation(rotary) if rotary else (context.positions, None)
         norms = (query_norm.norm if query_norm else None, key_norm.norm if key_norm else None)
-        # A backend's own plan turns by positions in the sequence.
-        plain = positions is context.positions and not context.spans(self.spec)
-        out = self._project(qkv, cos_sin, *norms, context) if plain else None
+        # A backend's own plan turns tokens by one position each.
+        plain = rotary is None or cos_sin is rotary.cos_sin
+        if plain and not context.spans(self.spec):
+            out = self._project(qkv, positions, cos_sin, *norms, context)
+        else:
+            out = None
         if out is not None:
             return out.reshape(out.shape[0], -1)
         heads = self._heads(qkv, positions, cos_sin, *norms, context)
@@ -103,6 +106,7 @@ class Attention(nn.Module):
     def _project(
         self,
         qkv: torch.Tensor,
+        positions: torch.Tensor,
         cos_sin: torch.Tensor | None,
         query_norm: Norm | None,
         key_norm: Norm | None,
@@ -118,7 +122,10 @@ class Attention(nn.Module):
         if project is None or (kept is not None and kept.tokens is not None):
             return None
         places = None if kept is None else kept.places
-        return project(self, qkv, cos_sin, query_norm, key_norm, metadata, places)
+        arguments = self, qkv, cos_sin, query_norm, key_norm, metadata, places
+        if positions is context.positions:
+            return project(*arguments)
+        return project(*arguments, positions=positions)
 
     def _heads(
         self,

@@ -217,10 +217,12 @@ class Projection(Protocol):
         metadata: Any,
         query_places: torch.Tensor | None,
         /,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; cos_sin and norms as for
         `Operations.heads`; query_places: [num_tokens] int64, of a step whose queries are kept:
-        write each, normed and rotated, to this place of the layer's `query_ring` → as
+        write each, normed and rotated, to this place of the layer's `query_ring`; positions:
+        [num_tokens] int64 by which tokens turn; None: those in their sequences → as
         `AttentionBackend.forward`, or None, with nothing done: the step is then computed by the
         operations and `forward`."""
 

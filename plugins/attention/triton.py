@@ -383,6 +383,7 @@ class TritonAttention(AttentionBackend):
         key_norm: Norm | None,
         metadata: TritonMetadata,
         query_places: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Return None for other steps, for partial rotations over quantized caches, and with tokens
         in levels.
@@ -421,7 +422,7 @@ class TritonAttention(AttentionBackend):
             query_norm=query_norm,
             key_norm=key_norm,
             alibi_slopes=None if spec.alibi_slopes is None else self._slopes(spec.alibi_slopes),
-            positions=layout.positions,
+            positions=layout.positions if positions is None else positions,
             query_ring=query_ring,
             norm_last=layer.norm_last,
             next_weights=layer.next_weights,

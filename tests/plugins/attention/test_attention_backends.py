@@ -17,6 +17,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from jackfield.core.nn.operations import rotate
 from jackfield.core.protocols.attention import AttentionBackend, AttentionSpec, BackendSetup
 from jackfield.plugins.attention import torch as torch_backend
 from jackfield.plugins.attention.torch import TorchAttention
@@ -107,6 +108,28 @@ def test_triton_decodes_few_rows_from_the_projection_and_leaves_the_rest(rows: i
         if fused is not None:
             torch.testing.assert_close(fused, plain)
             torch.testing.assert_close(cache, batch.cache, atol=0, rtol=0, equal_nan=True)
+
+
+def test_triton_turns_tokens_by_the_positions_that_it_is_given() -> None:
+    """Behind pictures these are not the places in the cache."""
+    device, dtype = DEVICES[-1], torch.float32
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
+    backend = make_backend(TritonAttention, device, dtype, 16)
+    batch = make_batch([(9, 1), (30, 1)], spec, 16, device, dtype)
+    table = torch.randn(64, 16, device=device)
+    positions = torch.tensor([3, 50], device=device)
+    metadata = backend.build_metadata(batch.layout)
+    given = [batch.joined(name) for name in ("query", "key", "value")]
+    turned = [rotate(part, table[positions][:, None]) for part in given[:2]]
+    outputs = []
+    for parts, more in (((*turned, given[2]), None), (given, table)):
+        qkv = torch.cat([part.flatten(1) for part in parts], dim=1)
+        layer = bound_layer(spec, replace(batch, cache=batch.cache.clone()), dtype)
+        project = backend.plan_projection(layer)
+        assert project is not None
+        where = {} if more is None else {"positions": positions}
+        outputs.append(project(layer, qkv, more, None, None, metadata, None, **where))
+    torch.testing.assert_close(outputs[1], outputs[0])
 
 
 @pytest.mark.parametrize("within", [{}, {"sliding_window": 20}, {"attention_chunk_size": 20}])
