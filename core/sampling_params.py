@@ -211,6 +211,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The side on which the prompt is truncated: left keeps its last tokens."""
     output_kind: OutputKind = OutputKind.CUMULATIVE
     """Content of each output of the stream: see `OutputKind`."""
+    stream_interval: int | None = None
+    """Tokens of an output of the stream but for the first, of one token or more, and the last;
+    None: as the engine says."""
     kv_transfer_params: dict[str, Any] | None = None
     """Parameters for the KV connector, which defines their meaning."""
     kv_compression: KVCompressionParams | None = None
@@ -308,6 +311,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 refuse(name, "true or false")
+        if self.stream_interval is not None and integer("stream_interval") < 1:
+            refuse("stream_interval", "at least 1")
         if not isinstance(self.output_kind, OutputKind):
             refuse("output_kind", "an OutputKind")
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):

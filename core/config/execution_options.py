@@ -37,3 +37,10 @@ class ExecutionOptions(MediaOptions, frozen=True, kw_only=True):
         doc("Quantization method by name; default: what the checkpoint says, or none."),
     ] = None
     enforce_eager: Annotated[bool, doc("Never record CUDA graphs of decode steps.")] = False
+    enable_layerwise_nvtx_tracing: Annotated[
+        bool,
+        doc(
+            "NVTX ranges of steps and modules, for Nsight Systems; recorded steps have their own "
+            "range alone (see enforce_eager)."
+        ),
+    ] = False

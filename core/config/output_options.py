@@ -27,6 +27,14 @@ class OutputOptions(ParallelOptions, frozen=True, kw_only=True):
     override_generation_config: Annotated[
         dict[str, Any] | None, doc("Values that replace those of generation_config.json.")
     ] = None
+    stream_interval: Annotated[
+        int,
+        doc(
+            "Tokens of each event of a stream, for fewer events; a request's first token comes at "
+            "once. Requests may have their own.",
+            ge=1,
+        ),
+    ] = 1
     max_logprobs: Annotated[
         int, doc("Largest logprobs that a request may have; -1: no limit.", ge=-1)
     ] = 20

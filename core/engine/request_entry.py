@@ -244,6 +244,7 @@ class RequestEntry:
                 RequestState(
                     prompt.text, requests, self.texts.tokenizer, source=prompt.source_text,
                     num_logprobs=num_logprobs,
+                    stream_interval=self.core.config.stream_interval,
                 )
             ),
         )  # fmt: skip

@@ -37,7 +37,14 @@ logger = logging.getLogger("jackfield.engine")
 class Completion:
     """One of the `n` completions."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        stream_interval: int = 1,
+    ) -> None:
+        """stream_interval: tokens of an output, if the request does not say."""
         self.index = index
         self.request = request
         self.tokenizer = tokenizer
@@ -56,6 +63,7 @@ class Completion:
         """Why it ended with "error", if its text could not be ended."""
         self._num_taken_tokens = 0
         self._finish_taken = False
+        self._stream_interval = params.stream_interval or stream_interval
 
     def apply(self, update: Update) -> str | None:
         """Append new tokens. Return a stop string that ends the completion."""
@@ -111,9 +119,10 @@ class Completion:
 
     @property
     def has_new_output(self) -> bool:
-        return self._num_taken_tokens < len(self.token_ids) or (
-            self.finish_reason is not None and not self._finish_taken
-        )
+        if self.finish_reason is not None:
+            return not self._finish_taken
+        taken = self._num_taken_tokens
+        return len(self.token_ids) >= taken + (self._stream_interval if taken else 1)
 
     def take_output(self, delta: bool) -> CompletionOutput:
         """Return the caller's next output. delta: only what is new."""
@@ -165,6 +174,7 @@ class RequestState:
         *,
         source: str | None = None,
         num_logprobs: int = 0,
+        stream_interval: int = 1,
     ) -> None:
         """requests: one per completion; source: the encoder's text; num_logprobs: most of them."""
         params = requests[0].params
@@ -177,7 +187,10 @@ class RequestState:
         self._only_final = params.output_kind is OutputKind.FINAL_ONLY
         self.requests = requests
         self.tokenizer = tokenizer
-        self.completions = [Completion(i, r, tokenizer) for i, r in enumerate(requests)]
+        self.completions = [
+            Completion(index, each, tokenizer, stream_interval)
+            for index, each in enumerate(requests)
+        ]
         self.prompt_logprobs: list[PositionLogprobs | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )

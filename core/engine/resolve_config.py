@@ -67,8 +67,18 @@ def resolve_device(config: EngineConfig) -> str:
     return device
 
 
+def _check_nvtx(config: EngineConfig, device: str) -> None:
+    if config.enable_layerwise_nvtx_tracing and device != "cuda":
+        raise ConfigError(
+            "enable_layerwise_nvtx_tracing: NVTX ranges need an NVIDIA GPU; a profile of a CPU is "
+            "that of profiler_config",
+            param="enable_layerwise_nvtx_tracing",
+        )
+
+
 def resolve_config(config: EngineConfig, plugins: Plugins) -> EngineConfig:
     device = resolve_device(config)
+    _check_nvtx(config, device)
     budget = config.max_num_batched_tokens or max(TOKEN_BUDGET[device], config.max_num_seqs)
     if budget < config.max_num_seqs:
         config = msgspec.structs.replace(config, max_num_seqs=budget)

@@ -144,15 +144,29 @@ class ModelConfig:
         return rope_parameters(self.hf_config)
 
 
+def _overridden(raw: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
+    """Return config.json with `hf_overrides`. Raises ConfigError."""
+    overrides = config.hf_overrides or {}
+    facts = raw | overrides
+    rope, theta = facts.get("rope_parameters"), overrides.get("rope_theta")
+    if theta is None or not isinstance(rope, dict) or "rope_parameters" in overrides:
+        return facts
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ConfigError(
+            "hf_overrides: rope_theta: this checkpoint has rope_parameters for each kind of layer; "
+            "override rope_parameters",
+            param="hf_overrides",
+        )
+    return facts | {"rope_parameters": rope | {"rope_theta": theta}}
+
+
 def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -> ModelConfig:
     """Read config.json, or a checkpoint format's file, perhaps with a configuration class of
     `plugins`. Raises LoadError (no checkpoint), ConfigError.
     """
     folder = checkpoint_folder(config.model, config.revision, config.download_dir)
     file, raw, load_format = _read_file(folder, config, plugins)
-    hf_config, text_part_of, whole_config = _read_config(
-        file, raw | (config.hf_overrides or {}), plugins
-    )
+    hf_config, text_part_of, whole_config = _read_config(file, _overridden(raw, config), plugins)
     architectures = getattr(hf_config, "architectures", None) or []
     if not architectures:
         raise ConfigError(f"model: {file} names no architecture", param="model")

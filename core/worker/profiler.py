@@ -18,8 +18,10 @@ _NO_RANGE: AbstractContextManager[object] = contextlib.nullcontext()
 class WorkerProfiler:
     """For the launch thread only: what other threads do on the CPU is not in the trace."""
 
-    def __init__(self, device: torch.device, rank: int) -> None:
+    def __init__(self, device: torch.device, rank: int, *, nvtx: bool = False) -> None:
+        """nvtx: steps are NVTX ranges, too."""
         self._device = device
+        self._nvtx = nvtx
         self._rank = rank
         self._profile: profile | None = None
         self._path = Path()
@@ -52,9 +54,15 @@ class WorkerProfiler:
 
     def step_range(self, plan: StepPlan) -> AbstractContextManager[object]:
         """Return a context that names what a step launches."""
-        if self._profile is None:
+        if self._profile is None and not self._nvtx:
             return _NO_RANGE
-        return record_function(f"step {plan.step}: {plan.total_tokens} tokens")
+        name = f"step {plan.step}: {plan.total_tokens} tokens"
+        ranges = contextlib.ExitStack()
+        if self._nvtx:
+            ranges.enter_context(torch.cuda.nvtx.range(name))
+        if self._profile is not None:
+            ranges.enter_context(record_function(name))
+        return ranges
 
     def close(self) -> None:
         if self._profile is not None:

@@ -44,6 +44,7 @@ from .kv_cache.memory import explain_oom
 from .kv_cache.scales import finding_scales
 from .launched_step import LaunchedStep
 from .memory_release import MemoryRelease
+from .nvtx_ranges import mark_modules
 from .parts.adapters import Adapters
 from .parts.part import WorkerPart
 from .pooling_runner import PoolingRunner
@@ -91,7 +92,11 @@ class Worker:
         self._reported_failures = 0
         """Failed recordings already reported."""
         stage = ranks.pipeline.size - 1 - ranks.pipeline.stage
-        self._profiler = WorkerProfiler(self.device, stage * ranks.tensor.size + ranks.tensor.rank)
+        self._profiler = WorkerProfiler(
+            self.device,
+            stage * ranks.tensor.size + ranks.tensor.rank,
+            nvtx=config.enable_layerwise_nvtx_tracing,
+        )
         self._step_failed = False
         """Whether slots are undefined: see `step`."""
 
@@ -114,6 +119,9 @@ class Worker:
             raise
         self._started = started
         self.runner = started.runner
+        if self.config.enable_layerwise_nvtx_tracing:
+            nvtx = torch.cuda.nvtx
+            mark_modules(started.runner.model, nvtx.range_push, nvtx.range_pop)
         self._unscaled = started.unscaled
         beside = [model for part in started.runner.parts for model in part.models]
         self._weights = WeightUpdates(

@@ -24,7 +24,7 @@ DISPLAYS = ("summarized", "omitted", "updates")
 PASSED = (
     "temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "priority", "cache_salt",
-    "kv_compression",
+    "kv_compression", "stream_interval",
 )  # fmt: skip
 """Fields of the same meaning in messages and chats."""
 RENAMED = {
@@ -165,6 +165,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, dict=True):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool = False
+    stream_interval: int | None = None
     stop_token_ids: list[int] | None = None
     priority: int = 0
     cache_salt: str | None = None

@@ -79,6 +79,39 @@ def set_hf_token(args: argparse.Namespace) -> None:
         os.environ["HF_TOKEN"] = args.hf_token
 
 
+def add_device_ids(group: Any) -> None:
+    group.add_argument(
+        "--device-ids",
+        type=_device_ids,
+        metavar="IDS",
+        help="GPUs to use, as 0,1 or as their UUIDs: sets the variable CUDA_VISIBLE_DEVICES",
+    )
+
+
+def _device_ids(text: str) -> str:
+    ids = [each.strip() for each in text.split(",")]
+    if not all(re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", each) for each in ids):
+        raise argparse.ArgumentTypeError(f"must be GPUs such as 0,1, got {text!r}")
+    if len(set(ids)) != len(ids):
+        raise argparse.ArgumentTypeError(f"names a GPU twice: {text!r}")
+    return ",".join(ids)
+
+
+def set_device_ids(args: argparse.Namespace) -> None:
+    """Set the variable that CUDA reads, here and in the processes that are started. Raises
+    ConfigError if it is set to other devices."""
+    ids = getattr(args, "device_ids", None)
+    if ids is None:
+        return
+    already = os.environ.setdefault("CUDA_VISIBLE_DEVICES", ids)
+    if already != ids:
+        raise ConfigError(
+            f"device_ids: the variable CUDA_VISIBLE_DEVICES says {already!r}; leave one of them "
+            "out",
+            param="device_ids",
+        )
+
+
 def add_engine_options(parser: Parser, only: Collection[str] | None = None) -> None:
     """Add a flag per field of EngineConfig except `model`, or per field in `only`, and
     `--no-plugin` and `--plugin-option`; each class of options is a group.
@@ -95,6 +128,7 @@ def add_engine_options(parser: Parser, only: Collection[str] | None = None) -> N
             _add_plugin_options(group)
             if only is None:
                 add_hf_token(group)
+                add_device_ids(group)
         for name in filter(names.__contains__, kind.__struct_fields__):
             base, text = _unpack(hints[name])
             default = getattr(EngineConfig(), name)
@@ -205,6 +239,7 @@ def engine_config(args: argparse.Namespace, model: str, *, fetch: bool = True) -
     """
     options = engine_options(args)
     set_hf_token(args)
+    set_device_ids(args)
     named = find_model(model, options.get("download_dir"), fetch=fetch)
     name = named.name if model else "jackfield-tiny"
     if name is not None:

@@ -76,13 +76,12 @@ _NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--skip-server-warmup": (0, "the server is ready when its kernels are compiled"),
 }  # fmt: skip
 _MISSING: dict[str, str] = {
-    "--base-gpu-id": "set the variable CUDA_VISIBLE_DEVICES",
+    "--base-gpu-id": "see --device-ids",
     "--disaggregation-mode": "prompts are computed where outputs are; see --kv-transfer-config",
     "--dist-init-addr": "several hosts are those of a Ray cluster (--executor ray)",
     "--enable-dp-attention": "see --data-parallel-size and --enable-expert-parallel",
     "--enable-multimodal": "models that see or hear are not supported yet",
     "--max-total-tokens": "see --num-gpu-blocks-override",
-    "--page-size": "see --block-size",
     "--speculative-eagle-topk": "drafts are chains: one token follows another, not several",
     "--speculative-num-steps": "see --speculative-config.num_speculative_tokens",
 }
@@ -122,6 +121,9 @@ _EQUIVALENT: dict[str, Option] = {
     "--max-queued-requests": renamed("--max-waiting-requests"),
     "--max-running-requests": renamed("--max-num-seqs"),
     "--mem-fraction-static": renamed("--gpu-memory-utilization"),
+    "--page-size": chosen(
+        "--block-size", unneeded={"1": "blocks hold --block-size tokens"},
+        otherwise=lambda value: (f"--block-size={value}",)),
     "--pp": renamed("--pipeline-parallel-size"),
     "--pp-size": renamed("--pipeline-parallel-size"),
     "--random-seed": renamed("--seed"),

@@ -32,7 +32,7 @@ DURATION = re.compile(rf"[+-]?(?:(?:{NUMBER}(?:ns|us|µs|ms|s|m|h))+|{NUMBER})")
 """As Go writes them, or seconds."""
 PASSED = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop")
 """Options of the same meaning in chats."""
-OWN = ("ignore_eos", "priority", "cache_salt", "kv_compression")
+OWN = ("ignore_eos", "priority", "cache_salt", "kv_compression", "stream_interval")
 """This server's own fields, as in a chat."""
 LOAD_TIME = (
     "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only",
@@ -172,6 +172,7 @@ class TextRequest(ModelRequest, kw_only=True):
     top_logprobs: int = 0
 
     ignore_eos: bool = False
+    stream_interval: int | None = None
     priority: int = 0
     cache_salt: str | None = None
     kv_compression: str | bool | dict[str, Any] | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from serving import MODEL, Server, engine_config, running, save_random
 
+from jackfield import AsyncEngine, OutputKind, SamplingParams
 from jackfield.core.errors import InvalidRequest
 from jackfield.entrypoints.http.context import OPTIONS
 from jackfield.entrypoints.http.options import ServerOptions
@@ -51,6 +53,62 @@ def server(checkpoint: Path) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+# ---------------------------------------------------------------- fewer events
+
+
+def test_a_stream_has_events_of_as_many_tokens_as_asked(client: openai.OpenAI) -> None:
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    more = {"ignore_eos": True, "stream_interval": 7}
+    body = {"model": MODEL, **CHAT, "max_tokens": 24, "stream": True, "stream_options": usage}
+    counts = [
+        chunk.usage.completion_tokens
+        for chunk in client.chat.completions.create(**body, extra_body=more)
+        if chunk.choices and chunk.usage and chunk.choices[0].delta.content != ""
+    ]
+    counts = sorted({count for count in counts if count})
+    steps = [after - before for before, after in itertools.pairwise(counts)]
+    assert counts[-1] == 24 and len(counts) > 1
+    assert all(step >= 7 for step in steps[:-1]), "but for the last"
+    with pytest.raises(openai.BadRequestError, match="stream_interval must be at least 1"):
+        client.completions.create(model=MODEL, **TEXT, extra_body={"stream_interval": 0})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "event"),
+    [
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 60}, '"text":'),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 60}, '"response.output_text.delta"'),
+        ("/v1/messages", {**CHAT, "max_tokens": 60}, '"text_delta"'),
+        ("/api/chat", {**CHAT, "options": {"num_predict": 60}}, '"content":'),
+    ],
+)
+def test_every_protocol_streams_in_larger_pieces(
+    server: Server, path: str, body: dict[str, Any], event: str
+) -> None:
+    def events(**more: Any) -> int:
+        asked = {"model": MODEL, "stream": True, "ignore_eos": True, "seed": 1, **body, **more}
+        response = httpx.post(server.url + path, json=asked, timeout=60)
+        assert response.status_code == 200, response.text
+        return sum(event in line for line in response.text.splitlines())
+
+    assert 0 < events(stream_interval=100) <= 4
+
+
+async def test_an_engine_has_its_own_interval_of_streams(checkpoint: Path) -> None:
+    config = engine_config(checkpoint, device="cpu", stream_interval=9)
+    async with AsyncEngine(config) as engine:
+
+        async def counts(**more: Any) -> list[int]:
+            params = SamplingParams(
+                max_tokens=30, ignore_eos=True, output_kind=OutputKind.DELTA, **more
+            )
+            return [len(one.outputs[0].token_ids) async for one in engine.generate("hi", params)]
+
+        *most, last = await counts()
+        assert sum(most) + last == 30 and all(count >= 9 for count in most[1:])
+        assert max((await counts(stream_interval=1))[1:-1]) < 9, "requests have their own"
 
 
 # ---------------------------------------------------------------- usage and names of tokens

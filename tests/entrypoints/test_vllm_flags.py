@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from jackfield.core.errors import ConfigError
 from jackfield.entrypoints.cli.main import main
 from jackfield.entrypoints.flags.config_file import with_config
-from jackfield.entrypoints.flags.engine_flags import engine_options
+from jackfield.entrypoints.flags.engine_flags import engine_config, engine_options
 from jackfield.entrypoints.flags.foreign_options import option_of, translated
 from jackfield.entrypoints.flags.sglang_flags import sglang_options
 from jackfield.entrypoints.flags.vllm_environment import environment_lines, variable
@@ -167,6 +168,14 @@ def test_a_missing_feature_that_is_not_used_is_taken(flag: str, value: str) -> N
          '--speculative-config {"method":"ngram","model":"x"}'),
         ("--hf-overrides.rope_theta 1e6 --hf_overrides.a.b+ 1,2 --hf-overrides.a.b+ 3",
          '--hf-overrides {"rope_theta":1000000.0,"a":{"b":[1,2,3]}}'),
+        ("--rope-theta 1e6", '--hf-overrides {"rope_theta":1000000.0}'),
+        ('--rope-scaling {"rope_type":"linear","factor":2}',
+         '--hf-overrides {"rope_scaling":{"rope_type":"linear","factor":2}}'),
+        ("--disable-sliding-window", '--hf-overrides {"sliding_window":null}'),
+        ('--override-pooler-config {"pooling_type":"CLS"}',
+         '--pooler-config {"pooling_type":"CLS"}'),
+        ("--eplb-window-size 5 --eplb-step-interval 9",
+         "--eplb-config.window-size 5 --eplb-config.step-interval 9"),
         ("--override-generation-config.temperature 0.5",
          '--override-generation-config {"temperature":0.5}'),
         ("--task embedding", "--task embed"),
@@ -188,6 +197,8 @@ def test_a_missing_feature_that_is_not_used_is_taken(flag: str, value: str) -> N
          '--speculative-config {"method":"ngram","num_speculative_tokens":4}'),
         ("--json-model-override-args {}", "--hf-overrides {}"),
         ("--ep-size 2", "-ep"),
+        ("--page-size 32", "--block-size 32"),
+        ("--page-size 1", ""),
         ("--max-running-requests 8", "--max-num-seqs 8"),
         ("--enable-metrics --enable-mixed-chunk", ""),
     ],
@@ -423,3 +434,25 @@ def test_the_log_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_expert_parallelism_has_vllms_short_name() -> None:
     assert make_parser().parse_args(["-ep"]).enable_expert_parallel is True
+
+
+# ---------------------------------------------------------------- --device-ids
+
+
+def test_device_ids_are_those_that_cuda_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put into the environment as given, and never in place of what is there."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # Restored at the end, whatever is set below.
+    args = make_parser().parse_args(["--device-ids", "1, 0"])
+    engine_config(args, "")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
+    engine_config(args, "")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES says '1,0'"):
+        engine_config(make_parser().parse_args(["--device-ids", "2"]), "")
+
+
+@pytest.mark.parametrize("text", ["", "0,,1", "0,0", "gpu", "-1"])
+def test_other_device_ids_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args([f"--device-ids={text}"])
+    assert "--device-ids" in capsys.readouterr().err

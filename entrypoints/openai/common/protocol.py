@@ -50,7 +50,6 @@ UNSUPPORTED = {
     "return_token_offsets": "POST /tokenize gives each token's text: return_token_strs",
     "return_assistant_tokens_mask": "there is no route that renders a chat for training",
     "logprob_token_ids": "log-probabilities are those of the most likely tokens: top_logprobs",
-    "stream_interval": "each step's tokens are sent at once",
     "lora_path": "an adapter's name is the request's model",
     "watermarking": "there is no watermark",
     "thinking_token_budget": "reasoning cannot be cut off; see max_tokens and reasoning_effort",
@@ -101,6 +100,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
+    """Tokens of an event of a stream, but for the first and the last; None: as the server does."""
     n: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -239,6 +240,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             truncation_side=self.truncation_side or "left",
             output_kind=OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY,
+            stream_interval=self.stream_interval,
             kv_transfer_params=self.kv_transfer_params,
             kv_compression=(
                 None if self.kv_compression is None else kv_compression_from(self.kv_compression)

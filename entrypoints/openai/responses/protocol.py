@@ -37,7 +37,8 @@ PASSED = (
     "logit_bias", "structured_outputs", "top_k", "min_p", "repetition_penalty", "min_tokens",
     "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens",
     "bad_words", "allowed_token_ids", "priority", "cache_salt", "parallel_tool_calls",
-    "kv_transfer_params", "kv_compression", "spaces_between_special_tokens", "vllm_xargs",
+    "kv_transfer_params", "kv_compression", "spaces_between_special_tokens", "stream_interval",
+    "vllm_xargs",
 )  # fmt: skip
 """Fields of the same meaning in responses and chats."""
 RENAMED = {
@@ -129,6 +130,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    stream_interval: int | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     priority: int = 0

@@ -496,6 +496,26 @@ def test_overrides_replace_what_the_checkpoint_says(checkpoint: Callable[..., Pa
     assert resolve_model_config(config).max_model_len == 77
 
 
+def test_overrides_reach_the_rope_however_the_checkpoint_spells_it(
+    checkpoint: Callable[..., Path],
+) -> None:
+    folder = checkpoint()
+    file = folder / "config.json"
+    facts = json.loads(file.read_text())
+    for name in ("rope_theta", "rope_scaling", "rope_parameters"):
+        facts.pop(name, None)
+
+    def theta(**spelled: object) -> float:
+        file.write_text(json.dumps(facts | spelled))
+        config = EngineConfig(model=str(folder), hf_overrides={"rope_theta": 77.0})
+        return float(resolve_model_config(config).rope_parameters["rope_theta"])
+
+    flat = {"rope_type": "default", "rope_theta": 5.0}
+    assert theta(rope_theta=5.0) == theta(rope_parameters=flat) == 77.0
+    with pytest.raises(ConfigError, match="for each kind of layer"):
+        theta(rope_parameters={"full_attention": flat})
+
+
 @pytest.mark.parametrize("model", ["./nowhere", "/no/such/folder", "one", "a/b/c"])
 def test_model_that_is_nowhere(model: str) -> None:
     with pytest.raises(LoadError, match="neither a folder here nor a hub name"):
