@@ -205,11 +205,13 @@ class TorchAttention(AttentionBackend):
         mask = places <= (own - (end - first))[:, None]
         group = spec.num_heads // spec.num_kv_heads
         # [kv heads, group, tokens, head_dim]
-        heads = [torch.cat(part).transpose(0, 1).unsqueeze(1) for part in (keys, values)]
-        wide = [part.expand(-1, group, -1, -1) for part in heads]
+        key, value = (
+            torch.cat(part).transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+            for part in (keys, values)
+        )
         queries = query[first:end].view(end - first, -1, group, spec.head_dim).permute(1, 2, 0, 3)
         sinks = None if extras.sinks is None else extras.sinks[:, :, None]
-        attended = attend(spec, queries, *wide, mask, bias=None, sinks=sinks)
+        attended = attend(spec, queries, key, value, mask, bias=None, sinks=sinks)
         out[first:end] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
     def _decode_chunks(self, spec: AttentionSpec, metadata: TorchMetadata) -> list[DecodeChunk]:

@@ -288,10 +288,9 @@ class KVCompression(SchedulerPart):
         rule, length = self._rule.of(request.params.kv_compression), request.num_tokens
         if rule is None or hits.num_blocks:
             return length
+        most_after: Callable[[int], int] = self._kv.most_after
         if self._levels is not None:
             rule, most_after = msgspec.structs.replace(rule, ratio=1.0), self._levels.most_tokens
-        else:
-            most_after = self._kv.most_after
         return rule.most_tokens(request.num_prompt_tokens, length, most_after)
 
     def _likely(self, requests: Iterable[Request]) -> int:

@@ -196,7 +196,7 @@ class PartStart:
     Raises ConfigError in its constructor for what the part cannot serve, with the option's name.
     """
 
-    option: ClassVar[str]
+    option: str
     """The option that turns the part on, for messages."""
     needs: PartNeeds = PartNeeds()
 
