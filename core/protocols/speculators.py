@@ -93,9 +93,6 @@ class ComputedTokens(NamedTuple):
 class DraftRows(Protocol):
     """The rows of one proposal, for speculators with weights. R = num_rows."""
 
-    last: torch.Tensor
-    """[R] int64: each row's last token in `ComputedTokens`; the one before its newest."""
-
     def positions(self, number: int) -> torch.Tensor:
         """Return [R] int64: `lengths - 1 + number`."""
 
@@ -127,6 +124,8 @@ class KnownTokens(NamedTuple):
     what the newest token was chosen from."""
     rows: DraftRows | None = None
     """Set by the engine for speculators with `SpeculatorNeeds`."""
+    states: torch.Tensor | None = None
+    """[R, any size] What `observe` has returned of the token before the newest."""
 
 
 PROMPT_END = 16
@@ -170,6 +169,11 @@ class Speculator(ABC):
     options: ClassVar[type[msgspec.Struct]] = NoOptions
     """Keys of `EngineConfig.speculative_config` that it reads besides those of every method. Raise
     ValueError in `__post_init__` for values that contradict each other."""
+    recordable: ClassVar[bool] = True
+    """Whether `observe` and `propose` of a speculator with `SpeculatorNeeds` may be recorded as a
+    CUDA graph, and replayed in place of later calls: they launch work whose kinds and sizes depend
+    on the shapes of their arguments alone, do not wait for the device, and hand each other nothing
+    but the states that `observe` returns."""
     checkpoint: ClassVar[Literal["none", "draft", "target"]] = "none"
     """Where its weights are: "draft", in a checkpoint of its own, `speculative_config.model`;
     "target", in the served one, unless `model` names another."""
@@ -207,11 +211,14 @@ class Speculator(ABC):
     @abstractmethod
     def __init__(self, setup: SpeculatorSetup) -> None: ...
 
-    def observe(self, step: ComputedTokens) -> None:
-        """Read what a step has computed: called after every step of a speculator with a model,
-        before `propose`, once the step's tokens are chosen. For models whose layers attend: run
-        over all tokens, so that their cache is as long as the target's."""
-        return
+    def observe(self, step: ComputedTokens) -> torch.Tensor | None:
+        """Read what a step has computed: called after every step of a speculator with needs, before
+        `propose`, once the step's tokens are chosen. For models whose layers attend: run over all
+        tokens, so that their cache is as long as the target's.
+
+        Return states of the tokens, [T, any size], for `KnownTokens.states`; None: there are none.
+        """
+        return None
 
     @abstractmethod
     def propose(self, tokens: KnownTokens) -> Drafts:

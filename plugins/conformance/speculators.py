@@ -40,6 +40,7 @@ from ...core.protocols.speculators import (
 from ...core.sampling_params import OutputKind, SamplingParams
 from ...core.worker.selection import cache_layers
 from .kit import Kit
+from .tape import recorded
 
 VOCAB_SIZE = 40
 NUM_SLOTS = 6
@@ -210,6 +211,26 @@ class SpeculatorKit(Kit):
             assert known == self.kept(self.asked(self.make(), theirs, sharing=8))
             self.end(speculator, theirs)
 
+    def test_recorded_calls_propose_what_plain_ones_do(self) -> None:
+        """A call that is noted once, and done again on other tokens of the same rows."""
+        speculator = self.make()
+        if not self.recorded(speculator):
+            pytest.skip("it is not recorded")
+        tokens, others = (self.tokens(seed, [0, 1, 4], [40, 50, 33]) for seed in (1, 2))
+        assert tokens.hidden is not None and others.hidden is not None, "rows have a state each"
+        found: list[Drafts] = []
+        replay = recorded(lambda: found.append(speculator.propose(tokens)))
+        tokens.history.copy_(others.history)
+        tokens.hidden.copy_(others.hidden)
+        replay()
+        assert self.kept(found[0]) == self.kept(self.make().propose(others))
+
+    @staticmethod
+    def recorded(speculator: Speculator) -> bool:
+        """Return whether the engine records its calls on a GPU."""
+        needs = type(speculator).needs.__func__ is not Speculator.needs.__func__  # type: ignore[attr-defined]
+        return speculator.recordable and needs
+
     def test_an_engine_serves_the_same_tokens_with_it(self) -> None:
         """Greedy and sampled; and it does not fail, which an engine would outlive."""
         prompts = [[7, 8, 9, 10] * 4, [30 + number for number in range(21)], [5] * 9]
@@ -250,7 +271,6 @@ class LikeliestRows:
     """`DraftRows` of speculators whose model does not attend; the likeliest token is chosen."""
 
     def __init__(self, lengths: torch.Tensor) -> None:
-        self.last = torch.arange(len(lengths))
         self._lengths = lengths
 
     def positions(self, number: int) -> torch.Tensor:

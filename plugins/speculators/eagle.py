@@ -212,10 +212,10 @@ class Eagle(Speculator):
         self._head: Any = setup.model
         self._num_drafts = setup.num_drafts
         self._vocab_size = setup.vocab_size
-        self._states = torch.empty(0)
 
-    def observe(self, step: ComputedTokens) -> None:
-        self._states = self._head(step.next_ids, self.read(step), step.context)
+    def observe(self, step: ComputedTokens) -> torch.Tensor:
+        states: torch.Tensor = self._head(step.next_ids, self.read(step), step.context)
+        return states
 
     def read(self, step: ComputedTokens) -> torch.Tensor:
         """Return the states of the target that the head goes on from."""
@@ -223,9 +223,8 @@ class Eagle(Speculator):
         return step.hidden
 
     def propose(self, tokens: KnownTokens) -> Drafts:
-        rows = tokens.rows
-        assert rows is not None, "the engine runs its model"
-        hidden = self._states[rows.last]
+        rows, hidden = tokens.rows, tokens.states
+        assert rows is not None and hidden is not None, "the engine runs its model"
         drafts: list[torch.Tensor] = []
         for number in range(self._num_drafts):
             if number:

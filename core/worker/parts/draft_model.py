@@ -98,8 +98,9 @@ def draft_passes(
     )  # fmt: skip
     longest = batch.max_model_len + batch.num_drafts
     return DraftPasses(
-        batch, site.sampling, layers, site.layers_backend(layers) if layers else None, states,
-        config.num_drafts, min(longest, needs.longest or longest),
+        batch, site.sampling, needs.model, layers,
+        site.layers_backend(layers) if layers else None, states, config.num_drafts,
+        min(longest, needs.longest or longest),
         samples=config.draft_sample_method == "probabilistic",
         rejects=model_config.dtype if config.rejection_sample_method == "standard" else None,
     )  # fmt: skip

@@ -8,7 +8,7 @@ copy of the slot's last, partly filled block. So drafting takes no blocks from t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...nn.context import BatchLayout, ForwardContext, Taps
+from ...nn.context import BatchLayout, ForwardContext, MixedRows, Taps
 from ...protocols.attention import PagedBackend
 from ...protocols.models import HiddenStates
 from ...protocols.speculators import ComputedTokens, Drafts, KnownTokens, SpeculatorNeeds
 from ...step import StepPlan
 from ..batch import PersistentBatch, StepInputs, StepRows
+from ..packing import PackedUpload
 from ..sampling.gumbel import TokenNoise
 from ..sampling.rejection import DraftDistributions
 from ..sampling.sampling_columns import Column
@@ -63,15 +64,28 @@ class TokenStates:
 
 @dataclass(frozen=True)
 class PassRows:
-    """R rows of a plan after its step."""
+    """R rows of a step whose tokens are chosen, T tokens."""
 
-    rows: StepRows
-    query_start: torch.Tensor
-    """[R + 1] int32"""
     slots: torch.Tensor
     """[R] int32"""
-    first_positions: torch.Tensor
-    """[R] int32"""
+    query_start: torch.Tensor
+    """[R + 1] int32"""
+    row_of: torch.Tensor
+    """[T] int64: each token's row"""
+    sizes: Mapping[str, Any]
+    """What the host knows of the rows: arguments of `BatchLayout.of`."""
+
+
+@dataclass(frozen=True)
+class ProposalRows:
+    """R rows of a step that get drafts."""
+
+    slots: torch.Tensor
+    """[R] int64"""
+    starts: torch.Tensor
+    """[R] int64: each row's first token in the step."""
+    bounds: np.ndarray
+    """[R] Upper bounds of lengths, without the newest token."""
 
 
 class DraftPasses:
@@ -81,6 +95,7 @@ class DraftPasses:
         self,
         batch: PersistentBatch,
         sampling: SamplingState,
+        model: nn.Module | None,
         layers: Sequence[CacheLayer],
         backend: PagedBackend | None,
         states: TokenStates,
@@ -90,10 +105,11 @@ class DraftPasses:
         samples: bool = True,
         rejects: torch.dtype | None = None,
     ) -> None:
-        """layers: of the model; longest: tokens of a sequence that it reads; samples: drafts are
-        drawn by their requests' temperatures, else the most probable ones; rejects: drafts are
-        accepted by what they were drawn from, which is kept in this type."""
-        self._batch, self._sampling, self._layers = batch, sampling, tuple(layers)
+        """layers: of the model, those that cache; longest: tokens of a sequence that it reads;
+        samples: drafts are drawn by their requests' temperatures, else the most probable ones;
+        rejects: drafts are accepted by what they were drawn from, which is kept in this type."""
+        self._model, self._num_drafts = model, num_drafts
+        self.batch, self._sampling, self._layers = batch, sampling, tuple(layers)
         self._backend, self.states = backend, states
         assert batch.table.dropped is None, "caches of draft models are not compacted"
         self._longest = longest
@@ -109,39 +125,63 @@ class DraftPasses:
         self._num_own = own_blocks(num_drafts, batch.block_size)
         self._lengths = torch.zeros_like(batch.table.lengths)
         self._first_own = 0
-        self.rows: PassRows | None = None
-        """Of the last step."""
 
     # ------------------------------------------------------------ the step's tokens
 
-    def whole(self, plan: StepPlan, bounds: np.ndarray) -> ComputedTokens:
-        """Return the plan's tokens after its step. bounds: [R] upper bounds of lengths with
-        them."""
-        batch, table = self._batch, self._batch.table
+    def rows(self, plan: StepPlan) -> PassRows:
+        """Return the plan's rows after its step."""
+        batch = self.batch
         counts = np.asarray(plan.num_tokens, dtype=np.int32)
         slots = np.asarray(plan.slots, dtype=np.int32)
-        rows = StepRows.of(slots, bounds - counts, counts, slots)
+        rows = StepRows.of(slots, batch.table.length_bounds[slots] - counts, counts, slots)
         query_start, device_slots = batch.upload([rows.query_start, rows.slots])
-        num_tokens = int(rows.query_start[-1])
-        positions = self.states.positions[:num_tokens]
-        first = positions[query_start[:-1].long()].int()
-        self.rows = PassRows(rows, query_start, device_slots, first)
-        self._lengths.index_copy_(0, device_slots.long(), first)
+        order = torch.arange(len(slots), device=batch.device)
+        lens = query_start.diff().long()
+        row_of = torch.repeat_interleave(order, lens, output_size=int(rows.query_start[-1]))
+        sizes = {
+            "query_start_cpu": rows.query_start, "seq_lens_cpu": rows.seq_lens,
+            "block_size": batch.block_size,
+        }  # fmt: skip
+        return PassRows(device_slots, query_start, row_of, sizes)
+
+    def alike(self, slots: torch.Tensor, width: int) -> PassRows:
+        """Return rows of as many tokens each, of which the host knows no more; recordable.
+
+        slots: [R] int32, the scratch slot any number of times
+        """
+        num_rows = len(slots)
+        order = torch.arange(num_rows + 1, dtype=torch.int32, device=slots.device)
+        row_of = torch.arange(num_rows * width, device=slots.device) // width
+        sizes: dict[str, Any] = {
+            "query_start_cpu": np.arange(num_rows + 1, dtype=np.int32),
+            "seq_lens_cpu": np.full(num_rows, self.batch.max_model_len, dtype=np.int32),
+        }
+        if width > 1:
+            bounds = num_rows * torch.arange(2, dtype=torch.int32, device=slots.device)
+            sizes |= {
+                "query_start_cpu": np.zeros(num_rows + 1, dtype=np.int32), "max_query_len": width,
+                "mixed": MixedRows(bounds, 0, num_rows),
+            }  # fmt: skip
+        return PassRows(slots, width * order, row_of, sizes)
+
+    def whole(self, step: PassRows) -> ComputedTokens:
+        """Return the tokens of a step; recordable."""
+        batch, table, states = self.batch, self.batch.table, self.states
+        slots = step.slots.long()
+        first = states.positions[step.query_start[:-1].long()].int()
+        # Of padding, positions are those of any step before.
+        first = first.masked_fill(slots == batch.scratch_slot, 0)
+        self._lengths.index_copy_(0, slots, first)
+        num_tokens = len(step.row_of)
         tensors = batch.operations.step_inputs(
-            query_start, device_slots, device_slots, num_tokens, self._lengths,
+            step.query_start, step.slots, step.slots, num_tokens, self._lengths,
             table.token_history, table.block_table, batch.block_size,
         )  # fmt: skip
-        layouts = batch.layouts(
-            tensors, query_start, rows.query_start, rows.seq_lens, slots=device_slots,
-            block_size=batch.block_size,
-        )  # fmt: skip
-        row_of = torch.repeat_interleave(
-            device_slots.long(), query_start.diff().long(), output_size=num_tokens
-        )
-        states = self.states
+        layouts = batch.layouts(tensors, step.query_start, slots=step.slots, **step.sizes)
+        positions = tensors.positions
         return ComputedTokens(
             token_ids=tensors.input_ids,
-            next_ids=table.token_history[row_of, positions + 1].long(),
+            next_ids=table.token_history[slots[step.row_of], positions + 1].long(),
             positions=positions,
             hidden=None if states.hidden is None else states.hidden[:num_tokens],
             taps=None if states.taps is None else states.taps[:num_tokens],
@@ -154,17 +194,36 @@ class DraftPasses:
 
     # ------------------------------------------------------------ one token per row
 
-    def known(self, tokens: KnownTokens, rows: Sequence[int]) -> KnownTokens:
-        """Return tokens with what a speculator needs besides. rows: theirs in the last step."""
-        slots, lengths, step = tokens.slots, tokens.lengths, self.rows
-        assert step is not None, "the step's tokens come first"
-        places = self._batch.upload([np.asarray(rows, dtype=np.int32)])[0].long()
-        starts = step.query_start[:-1][places].long()
-        last = starts + (lengths - 2 - step.first_positions[places].long())
-        bounds = step.rows.seq_lens[np.asarray(rows, dtype=np.intp)]
-        hidden = None if self.states.hidden is None else self.states.hidden[last]
-        ahead = RowsAhead(self, slots, lengths, last, bounds)
-        return tokens._replace(hidden=hidden, rows=ahead)
+    def proposal_rows(self, plan: StepPlan, which: Sequence[int]) -> ProposalRows:
+        """Return these rows of a plan after its step."""
+        counts = np.asarray(plan.num_tokens, dtype=np.int64)
+        starts = (np.cumsum(counts) - counts)[list(which)]
+        slots = np.asarray(plan.slots, dtype=np.int64)[list(which)]
+        upload = PackedUpload(self.batch.device)
+        upload.add(slots)
+        upload.add(starts)
+        device_slots, device_starts = upload.send()
+        bounds = self.batch.table.length_bounds[slots]
+        return ProposalRows(device_slots, device_starts, bounds)
+
+    def recorded_rows(self, slots: torch.Tensor, starts: torch.Tensor) -> ProposalRows:
+        """Return rows of which the host knows no more; recordable. slots, starts: [R] int32"""
+        bounds = np.full(len(slots), self.batch.max_model_len, dtype=np.int32)
+        return ProposalRows(slots.long(), starts.long(), bounds)
+
+    def known(self, rows: ProposalRows, observed: torch.Tensor | None) -> KnownTokens:
+        """Return the tokens of rows; recordable. observed: of all tokens of the step."""
+        table, states = self.batch.table, self.states
+        lengths = table.lengths[rows.slots].long() + 1
+        first = states.positions[rows.starts]
+        # Of padding, positions are those of any step before.
+        last = (rows.starts + (lengths - 2 - first)).clamp(min=0)
+        return KnownTokens(
+            table.token_history, rows.slots, lengths,
+            hidden=None if states.hidden is None else states.hidden[last],
+            rows=RowsAhead(self, rows.slots, lengths, rows.bounds),
+            states=None if observed is None else observed[last],
+        )  # fmt: skip
 
     def within(self, drafts: Drafts, lengths: torch.Tensor) -> Drafts:
         """Return drafts without those of sequences that the model does not read."""
@@ -174,7 +233,7 @@ class DraftPasses:
     def own_table(self, slots: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return tables that go on in own blocks where the newest token is, and copy what is before
         it in its block → [R, groups, columns] int32."""
-        batch, number = self._batch, self._num_own
+        batch, number = self.batch, self._num_own
         columns = batch.table.columns
         first = (lengths - 1).div(batch.block_size, rounding_mode="floor")
         whole = batch.table.block_table[slots].view(len(slots), -1, columns)
@@ -197,12 +256,12 @@ class DraftPasses:
     ) -> ForwardContext:
         """Return the context of one token per row. table: [R, groups, columns]; positions: [R];
         bounds: [R] of lengths with it."""
-        size, num_rows = self._batch.block_size, len(slots)
+        size, num_rows = self.batch.block_size, len(slots)
         columns = positions.div(size, rounding_mode="floor")
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=slots.device)
         starts_cpu = np.arange(num_rows + 1, dtype=np.int32)
         layouts = []
-        for group in range(self._batch.num_groups):
+        for group in range(self.batch.num_groups):
             blocks = table[:, group].gather(1, columns[:, None])[:, 0].long()
             layouts.append(
                 BatchLayout.of(
@@ -239,10 +298,21 @@ class DraftPasses:
         drawn = self._noise.exponential(keys, own=own).log_()
         return (scores - drawn * settings[:, Column.NOISE, None]).argmax(dim=-1)
 
+    @property
+    def widest(self) -> int:
+        """Tokens of a row in the widest step that may be recorded; 0: none may be."""
+        model = self._model
+        if not getattr(model, "graph_safe", True):
+            return 0
+        backend = self._backend
+        if backend is None or backend.mixed_graph_safe:
+            return 1 + self._num_drafts
+        return int(backend.graph_safe)
+
     def bind(self) -> None:
         """Find the own blocks in the memory that the layers were given."""
         if self._layers:
-            batch = self._batch
+            batch = self.batch
             blocks = next(iter(self._layers[0].cache.values())).shape[1]
             self._first_own = blocks - batch.num_groups * (batch.num_slots + 1) * self._num_own
 
@@ -254,7 +324,6 @@ class RowsAhead:
     passes: DraftPasses
     slots: torch.Tensor
     lengths: torch.Tensor
-    last: torch.Tensor
     bounds: np.ndarray
     """[R] of lengths with the newest token's predecessor."""
     table: torch.Tensor | None = None

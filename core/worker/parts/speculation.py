@@ -37,6 +37,8 @@ from ...protocols.speculators import (
 from ...registration.plugin_options import typed_options
 from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
 from ..batch import LogitRows, StepInputs, StepRows
+from ..graphs.pass_graphs import PassGraphs, RowDrafts
+from ..graphs.recorder import Recorder
 from ..launched_step import DraftCounts, LaunchedStep
 from ..packing import PackedUpload
 from ..sampling.masks import GrammarMasks
@@ -46,7 +48,7 @@ from ..sampling.rounds import DraftPlaces
 from ..sampling.sampling_state import SamplingState
 from ..slot_table import SlotTable
 from .draft_model import draft_needs, draft_passes
-from .draft_passes import DraftPasses, own_blocks
+from .draft_passes import DraftPasses, PassRows, own_blocks
 from .drafted_route import DraftedRoute
 from .part import PartNeeds, PartSite, PartStart, Report, Route, StartContext, WorkerPart
 
@@ -162,9 +164,8 @@ class ForcedDrafts(NamedTuple):
     newest: torch.Tensor
     """[R] int64: they follow this token."""
 
-    def used(self, tokens: KnownTokens) -> torch.Tensor:
-        """Return which rows have any: [R] bool"""
-        newest = tokens.history[tokens.slots, tokens.lengths - 1]
+    def used(self, newest: torch.Tensor) -> torch.Tensor:
+        """Return which rows have any: [R] bool. newest: [R] int32, the rows' tokens"""
         return (self.counts > 0) & (self.newest == newest)
 
     def before(self, drafts: Drafts, used: torch.Tensor) -> Drafts:
@@ -217,6 +218,8 @@ class Speculation(WorkerPart):
         self._tables = DraftTables(table.token_history, table.lengths, num_proposed)
         self._started: set[int] = set()
         """Slots whose end the speculator wants to know."""
+        self.graphs: PassGraphs | None = None
+        """Recorded passes, once there are any."""
 
     # ------------------------------------------------------------ requests
 
@@ -262,17 +265,18 @@ class Speculation(WorkerPart):
             self._passes.states.keep(inputs, hidden)
 
     def sampled(self, plan: StepPlan, output: dict[str, torch.Tensor], rows: Sequence[int]) -> None:
-        self._observe(plan)
-        self._proposal_rows = self.proposal_rows(plan) if rows else []
-        if self._proposal_rows:
-            slots = [plan.slots[row] for row in self._proposal_rows]
-            proposed = self.propose(slots, self._forced(plan, output.get("verdicts")))
-            if proposed is None:
-                self._proposal_rows = []
-            else:
-                output["proposed"] = proposed
-                if any(map(self._sampling.has_grammar, slots)):
-                    output["drafts"] = self._new_drafts(slots)
+        which = self._proposal_rows = self.proposal_rows(plan) if rows else []
+        slots = [plan.slots[row] for row in which]
+        found = self._next_drafts(plan, which)
+        if not which:
+            return
+        proposed = self._keep(slots, found, self._forced(plan, output.get("verdicts")))
+        if proposed is None:
+            self._proposal_rows = []
+            return
+        output["proposed"] = proposed
+        if any(map(self._sampling.has_grammar, slots)):
+            output["drafts"] = self._new_drafts(slots)
 
     def after(self, part: PartPlan | None, step: LaunchedStep) -> Report:
         step.proposal_rows, self._proposal_rows = self._proposal_rows, []
@@ -384,13 +388,58 @@ class Speculation(WorkerPart):
             return rows
         return [row for row in rows if not processors.bars_drafts(plan.slots[row])]
 
-    def _observe(self, plan: StepPlan) -> None:
-        """Let a speculator with needs read what the step has computed."""
-        if self._passes is None or self._speculator is None or not plan.slots:
-            return
-        step = self._passes.whole(plan, self._table.length_bounds[list(plan.slots)])
-        with self._guarded():
-            self._speculator.observe(step)
+    def _next_drafts(self, plan: StepPlan, which: Sequence[int]) -> RowDrafts | None:
+        """Let the speculator read what the step has computed, and propose. which: rows that get
+        drafts; None: there are none."""
+        if self._speculator is None or not plan.slots:
+            return None
+        slots = [plan.slots[row] for row in which]
+        if self._passes is None:
+            return self._proposed(self._known_tokens(slots)) if slots else None
+        graphs, observed = self.graphs, None
+        if graphs is not None and (found := graphs.launch(plan, which)) is not None:
+            return found
+        if self._observes:
+            with self._guarded():
+                observed = self.observe(self._passes.rows(plan))
+        if not slots or self._speculator is None:
+            return None
+        if graphs is not None:
+            found = graphs.launch_proposal(plan, which, observed)
+            if found is not None:
+                return found
+        return self._proposed(self._passes.known(self._passes.proposal_rows(plan, which), observed))
+
+    @property
+    def _observes(self) -> bool:
+        return type(self._speculator).observe is not Speculator.observe
+
+    def observe(self, rows: PassRows) -> torch.Tensor | None:
+        """Return the speculator's states of a step's tokens; recordable."""
+        assert self._passes is not None and self._speculator is not None, "it has passes"
+        states = self._speculator.observe(self._passes.whole(rows))
+        if states is not None and (states.dim() != 2 or len(states) != len(rows.row_of)):
+            raise ValueError(
+                f"observe gave states of {tuple(states.shape)} for {len(rows.row_of)} tokens"
+            )
+        return states
+
+    def pass_graphs(self, record: Recorder) -> PassGraphs | None:
+        """Return graphs of the speculator's passes; None: they cannot be recorded. Nothing is
+        recorded yet."""
+        passes, speculator = self._passes, self._speculator
+        if passes is None or speculator is None or not speculator.recordable or not passes.widest:
+            return None
+        widths = (1 + num_drafts for num_drafts in (0, *self.widths))
+        return PassGraphs(
+            passes=passes,
+            observe=self.observe if self._observes else None,
+            propose=self.propose,
+            batch=passes.batch,
+            record=record,
+            widths=[width for width in widths if width <= passes.widest],
+            num_drafts=self._num_drafts,
+        )
 
     def _forced(self, plan: StepPlan, verdicts: torch.Tensor | None) -> ForcedDrafts | None:
         """Return drafts of the proposal rows that their grammars force; None: there are none.
@@ -417,36 +466,47 @@ class Speculation(WorkerPart):
             accepted = verdicts[device_places, 0].long()
         return ForcedDrafts(sent[:, 3:], sent[:, 0] * (accepted == sent[:, 1]), sent[:, 2])
 
-    def propose(
-        self, slots: Sequence[int], forced: ForcedDrafts | None = None
+    def launch_passes(self, error: Exception) -> None:
+        """Go on with launched passes: they cannot be recorded."""
+        if self.graphs is not None:
+            self.graphs.stop()
+        logger.warning(
+            "the passes of %s are launched kernel by kernel, as they cannot be recorded: %s",
+            self._who, error,
+        )  # fmt: skip
+
+    def _keep(
+        self, slots: Sequence[int], found: RowDrafts | None, forced: ForcedDrafts | None
     ) -> torch.Tensor | None:
         """Put drafts after these slots' tokens → [len(slots)] int32 numbers; None: the speculator
-        has failed. Of a speculator with needs, slots of `proposal_rows`.
-        """
-        tokens = self._known_tokens(slots)
-        if self._passes is not None:
-            tokens = self._passes.known(tokens, self._proposal_rows)
-        drafts = None if self._speculator is None else self._proposed(tokens)
-        used = None if forced is None else forced.used(tokens)
-        if forced is not None and used is not None and drafts is not None:
+        has failed."""
+        if self._group.size == 1 and found is None:
+            return None
+        device_slots = self._sent(slots) if found is None else found.slots
+        drafts, used = None if found is None else found.drafts, None
+        if forced is not None and drafts is not None:
+            newest = self._table.token_history[device_slots, self._table.lengths[device_slots]]
+            used = forced.used(newest)
             drafts = forced.before(drafts, used)
         if self._group.size > 1:
             drafts = self._shared(drafts, len(slots))
-        if drafts is None:
-            return None
+        assert drafts is not None, "there are some, or those of another rank"
         numbers = self._operations.keep_drafts(
-            drafts.token_ids, drafts.counts, tokens.slots, self._tables, self._sampling.vocab_size
+            drafts.token_ids, drafts.counts, device_slots, self._tables, self._sampling.vocab_size
         )
         if self._passes is not None and self._passes.distributions is not None:
             # Of what a grammar forces, no distribution is known.
             drawn = numbers if used is None else numbers.masked_fill(used, 0)
-            self._passes.distributions.keep(drafts.token_ids, drawn, tokens.slots)
+            self._passes.distributions.keep(drafts.token_ids, drawn, device_slots)
         return numbers
 
-    def _known_tokens(self, slots: Sequence[int]) -> KnownTokens:
+    def _sent(self, slots: Sequence[int]) -> torch.Tensor:
         upload = PackedUpload(self._device)
         upload.add(np.asarray(slots, dtype=np.int64))
-        device_slots = upload.send()[0]
+        return upload.send()[0]
+
+    def _known_tokens(self, slots: Sequence[int]) -> KnownTokens:
+        device_slots = self._sent(slots)
         # The newest token is behind the computed ones.
         lengths = self._table.lengths[device_slots].long() + 1
         return KnownTokens(self._table.token_history, device_slots, lengths)
@@ -475,53 +535,48 @@ class Speculation(WorkerPart):
 
     def _new_drafts(self, slots: Sequence[int]) -> torch.Tensor:
         """→ [len(slots), num_drafts] int32"""
-        upload = PackedUpload(self._device)
-        upload.add(np.asarray(slots, dtype=np.int64))
-        device_slots = upload.send()[0][:, None]
+        device_slots = self._sent(slots)[:, None]
         places = self._tables.lengths[device_slots] + 1
         order = torch.arange(self._num_drafts, device=self._device)
         return self._tables.history[device_slots, places + order]
 
-    def _proposed(self, tokens: KnownTokens) -> Drafts | None:
-        assert self._speculator is not None, "asked of a speculator that has failed"
+    def _proposed(self, tokens: KnownTokens) -> RowDrafts | None:
         with self._guarded():
-            drafts = self._speculator.propose(tokens)
-            shapes = tuple(drafts.token_ids.shape), tuple(drafts.counts.shape)
-            num_rows = len(tokens.slots)
-            if shapes != ((num_rows, self._num_drafts), (num_rows,)):
-                raise ValueError(
-                    f"propose gave token_ids and counts of {shapes[0]} and {shapes[1]}, for "
-                    f"{num_rows} rows of {self._num_drafts} drafts"
-                )
-            return drafts if self._passes is None else self._passes.within(drafts, tokens.lengths)
+            return RowDrafts(tokens.slots, self.propose(tokens))
         return None
 
+    def propose(self, tokens: KnownTokens) -> Drafts:
+        """Return the speculator's drafts; recordable, if it has passes."""
+        assert self._speculator is not None, "asked of a speculator that has failed"
+        drafts = self._speculator.propose(tokens)
+        shapes = tuple(drafts.token_ids.shape), tuple(drafts.counts.shape)
+        num_rows = len(tokens.slots)
+        if shapes != ((num_rows, self._num_drafts), (num_rows,)):
+            raise ValueError(
+                f"propose gave token_ids and counts of {shapes[0]} and {shapes[1]}, for "
+                f"{num_rows} rows of {self._num_drafts} drafts"
+            )
+        return drafts if self._passes is None else self._passes.within(drafts, tokens.lengths)
+
     def warm_up(self) -> None:
-        """Propose for the scratch slot and verify, compiling kernels."""
+        """Propose for the scratch slot, whose blocks are the null block, and verify, compiling
+        kernels."""
         scratch = self._table.scratch_slot
-        if self._passes is None:
-            self.propose([scratch])
-        else:
-            self._warm_up_passes(scratch)
-        slots = torch.full((1,), self._table.scratch_slot, device=self._device)
+        slots = torch.full((1,), scratch, dtype=torch.int32, device=self._device)
+        found = None
+        if self._speculator is not None:
+            tokens = self._known_tokens([scratch])
+            if self._passes is not None:
+                observed = self.observe(self._passes.alike(slots, 1)) if self._observes else None
+                rows = self._passes.recorded_rows(slots, torch.zeros_like(slots))
+                tokens = self._passes.known(rows, observed)
+            found = self._proposed(tokens)
+        self._keep([scratch], found, None)
         chosen = torch.zeros(1, dtype=torch.int32, device=self._device)
         starts = torch.arange(2, dtype=torch.int32, device=self._device)
         self._operations.verify_drafts(
-            chosen, chosen, starts, slots, self._tables, self._num_drafts
+            chosen, chosen, starts, slots.long(), self._tables, self._num_drafts
         )
-
-    def _warm_up_passes(self, scratch: int) -> None:
-        """Run one step's passes for the scratch slot, whose blocks are the null block."""
-        assert self._passes is not None, "the speculator has no passes"
-        plan = StepPlan(step=-1, slots=(scratch,), num_tokens=(1,), samples=(True,))
-        self._passes.states.positions.zero_()
-        self._table.lengths[scratch] = 1
-        if self._speculator is not None:
-            self._speculator.observe(self._passes.whole(plan, np.ones(1, dtype=np.int32)))
-        self._proposal_rows = [0]
-        self.propose([scratch])
-        self._proposal_rows = []
-        self._table.lengths[scratch] = 0
 
 
 def _numbers(step: LaunchedStep, useless: Collection[int]) -> list[int]:

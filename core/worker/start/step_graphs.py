@@ -131,6 +131,10 @@ class StepGraphs:
             Variant(runner, name, self._record, max_tokens, self._written)
             for name in (None, *runner.parts.variants)
         )
+        speculation = runner.parts.find(Speculation)
+        self._speculation = speculation
+        self.passes = None if speculation is None else speculation.pass_graphs(self._record)
+        """Those of a speculator's model."""
         routes = (route for route in runner.routes if isinstance(route, DraftedRoute))
         self._drafted = next(routes, None)
 
@@ -152,7 +156,8 @@ class StepGraphs:
     @property
     def num_recorded(self) -> int:
         """Number of graphs recorded so far."""
-        return sum(each.num_recorded for each in self.variants)
+        passes = 0 if self.passes is None else self.passes.num_recorded
+        return passes + sum(each.num_recorded for each in self.variants)
 
     @property
     def num_failures(self) -> int:
@@ -166,6 +171,7 @@ class StepGraphs:
         try:
             for variant in self.variants:
                 self._begin(variant)
+            self._record_passes()
             end = time.monotonic() + RECORDING_SECONDS * len(self.variants)
             while self._ranks.all(time.monotonic() < end, device):
                 if not self.record_next():
@@ -205,7 +211,20 @@ class StepGraphs:
         """Record one more of each kind of step that the runner uses; False: nothing is left."""
         if self._runner.decode.graphs is None:
             return False
-        return any([self._record_more(variant) for variant in self.variants])
+        more = [self._record_more(variant) for variant in self.variants]
+        return any([self._record_passes(), *more])
+
+    def _record_passes(self) -> bool:
+        """Record one more of a speculator's model's; return whether more are left."""
+        if self.passes is None or self._speculation is None:
+            return False
+        try:
+            more = self.passes.record_next()
+        except self._runner.record_errors as error:
+            self._speculation.launch_passes(error)
+            return False
+        self._speculation.graphs = self.passes
+        return more
 
     def _record_more(self, variant: Variant) -> bool:
         runner, name = self._runner, variant.name

@@ -71,6 +71,7 @@ VOCABULARY = "test_drafts_are_tokens_of_the_vocabulary"
 UNCHANGED = "test_tokens_are_read_and_not_changed"
 ALONE = "test_drafts_depend_on_the_tokens_of_their_row_alone"
 TENANTS = "test_outputs_of_one_tenant_are_no_drafts_for_another"
+RECORDED = "test_recorded_calls_propose_what_plain_ones_do"
 ENGINE = "test_an_engine_serves_the_same_tokens_with_it"
 
 
@@ -177,6 +178,22 @@ def rows_for_slots(self: Any, tokens: Any) -> Drafts:
     return Ngram.propose(self, tokens._replace(slots=rows))
 
 
+class ReadsNumbers(Further):
+    """Waits for the device."""
+
+    def propose(self, tokens: Any) -> Drafts:
+        drafts = super().propose(tokens)
+        return drafts._replace(counts=drafts.counts.clamp(max=int(tokens.lengths.max())))
+
+
+class ReadsTheHost(Further):
+    """Notes one call's numbers, which graphs do not see."""
+
+    def propose(self, tokens: Any) -> Drafts:
+        first = tokens.history.numpy()[tokens.slots.numpy(), 0]
+        return Drafts(super().propose(tokens).token_ids, torch.from_numpy(first % 3))
+
+
 class Shares(Suffix):
     """All requests alike."""
 
@@ -209,6 +226,8 @@ MUTANTS = {
     "depends on the slot": Mutant(subclass(Ngram, propose=from_the_slot), (ALONE,)),
     "depends on another row": Mutant(subclass(Ngram, propose=from_the_first_row), (ALONE,)),
     "depends on calls before": Mutant(Remembers, (ALONE,)),
+    "waits for the device": Mutant(ReadsNumbers, (RECORDED,)),
+    "reads the host": Mutant(ReadsTheHost, (RECORDED,)),
     "fails while it serves": Mutant(FailsInAnEngine, (ENGINE,)),
 }
 
