@@ -18,7 +18,6 @@ import torch
 from ...protocols.speculators import Drafts, KnownTokens
 from ...step import StepPlan
 from ..batch import PersistentBatch
-from ..parts.draft_passes import DraftPasses, PassRows, ProposalRows
 from .draft_graphs import MAX_TOKENS
 from .endings import row_counts
 from .recorder import Recorder, Replay
@@ -44,18 +43,20 @@ class PassGraphs:
     def __init__(
         self,
         *,
-        passes: DraftPasses,
-        observe: Callable[[PassRows], torch.Tensor | None] | None,
+        observe: Callable[[torch.Tensor, int], torch.Tensor | None] | None,
+        known: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], KnownTokens],
         propose: Callable[[KnownTokens], Drafts],
         batch: PersistentBatch,
         record: Recorder,
         widths: Sequence[int],
         num_drafts: int,
     ) -> None:
-        """`observe`: states of a step's tokens; None: there are none, nor a pass over them;
-        `propose`: drafts of rows; `widths`: tokens of each row, where all have as many.
+        """`observe`: slots [R] int32 and tokens of each row → states of the step's tokens; None:
+        there are none, nor a pass over them; `known`: slots, each row's first token in the step [R]
+        int32, and states of the step's tokens → the rows' tokens; `propose`: their drafts;
+        `widths`: tokens of each row, where all have as many.
         """
-        self._passes, self._observe, self._propose = passes, observe, propose
+        self._observe, self._known, self._propose = observe, known, propose
         self._batch, self._record = batch, record
         max_rows = batch.num_slots
         alike = () if observe is None else sorted(set(widths), reverse=True)
@@ -118,8 +119,7 @@ class PassGraphs:
     ) -> RowDrafts:
         self._send(slots, starts, rows)
         if observed is not None and self._states is not None:
-            own = self._passes.known(self._rows(rows), observed).states
-            self._states[:rows].copy_(own)
+            self._states[:rows].copy_(self._known(*self._rows(rows), observed).states)
         self._replays[rows, width]()
         num_rows = len(slots)
         drafts = Drafts(self._token_ids[:num_rows], self._counts[:num_rows])
@@ -132,9 +132,10 @@ class PassGraphs:
         numbers[1, : len(slots)] = starts
         self._numbers.send(numbers.reshape(-1))
 
-    def _rows(self, rows: int) -> ProposalRows:
+    def _rows(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return slots and first tokens as they were sent, [rows] int32 each."""
         slots, starts = self._numbers.array[: 2 * rows].view(2, rows)
-        return self._passes.recorded_rows(slots, starts)
+        return slots, starts
 
     # ------------------------------------------------------------ recording
 
@@ -164,15 +165,15 @@ class PassGraphs:
         logger.debug("recorded passes of %d rows of width %d in %.3f s", rows, width, seconds)
 
     def _step(self, rows: int, width: int) -> None:
-        proposal, observed = self._rows(rows), None
+        (slots, starts), observed = self._rows(rows), None
         if width != ANY and self._observe is not None:
-            observed = self._observe(self._passes.alike(self._numbers.array[:rows], width))
-        tokens = self._passes.known(proposal, observed)
+            observed = self._observe(slots, width)
+        tokens = self._known(slots, starts, observed)
         if observed is not None and self._states is None:
             self._states = observed.new_zeros(self._batch.num_slots, observed.shape[1])
         if width == ANY and self._states is not None:
             tokens = tokens._replace(states=self._states[:rows])
         drafts = self._propose(tokens)
-        self._long_slots[:rows].copy_(proposal.slots)
+        self._long_slots[:rows].copy_(tokens.slots)
         self._token_ids[:rows].copy_(drafts.token_ids)
         self._counts[:rows].copy_(drafts.counts)

@@ -206,10 +206,13 @@ class DraftPasses:
         bounds = self.batch.table.length_bounds[slots]
         return ProposalRows(device_slots, device_starts, bounds)
 
-    def recorded_rows(self, slots: torch.Tensor, starts: torch.Tensor) -> ProposalRows:
-        """Return rows of which the host knows no more; recordable. slots, starts: [R] int32"""
+    def recorded(
+        self, slots: torch.Tensor, starts: torch.Tensor, observed: torch.Tensor | None
+    ) -> KnownTokens:
+        """As `known`, of rows of which the host knows no more; recordable. slots, starts: [R]
+        int32"""
         bounds = np.full(len(slots), self.batch.max_model_len, dtype=np.int32)
-        return ProposalRows(slots.long(), starts.long(), bounds)
+        return self.known(ProposalRows(slots.long(), starts.long(), bounds), observed)
 
     def known(self, rows: ProposalRows, observed: torch.Tensor | None) -> KnownTokens:
         """Return the tokens of rows; recordable. observed: of all tokens of the step."""

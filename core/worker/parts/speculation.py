@@ -431,9 +431,13 @@ class Speculation(WorkerPart):
         if passes is None or speculator is None or not speculator.recordable or not passes.widest:
             return None
         widths = (1 + num_drafts for num_drafts in (0, *self.widths))
+
+        def observe(slots: torch.Tensor, width: int) -> torch.Tensor | None:
+            return self.observe(passes.alike(slots, width))
+
         return PassGraphs(
-            passes=passes,
-            observe=self.observe if self._observes else None,
+            observe=observe if self._observes else None,
+            known=passes.recorded,
             propose=self.propose,
             batch=passes.batch,
             record=record,
@@ -568,8 +572,7 @@ class Speculation(WorkerPart):
             tokens = self._known_tokens([scratch])
             if self._passes is not None:
                 observed = self.observe(self._passes.alike(slots, 1)) if self._observes else None
-                rows = self._passes.recorded_rows(slots, torch.zeros_like(slots))
-                tokens = self._passes.known(rows, observed)
+                tokens = self._passes.recorded(slots, torch.zeros_like(slots), observed)
             found = self._proposed(tokens)
         self._keep([scratch], found, None)
         chosen = torch.zeros(1, dtype=torch.int32, device=self._device)
