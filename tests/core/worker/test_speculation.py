@@ -455,7 +455,8 @@ def test_drafts_leave_the_distribution_as_it_is() -> None:
         for start in starts:
             sampler.start(start)
         sampler.upload()
-        drafting.propose(rows_host)
+        each = (1,) * slots
+        drafting.sampled(StepPlan(draw, tuple(rows_host), each, (True,) * slots), {}, rows_host)
 
         def step(num_drafts: int, drafting: Speculation = drafting) -> tuple[Any, Any, Any]:
             plan = StepPlan(
