@@ -51,6 +51,8 @@ def save_word_tokenizer(folder: Path, **facts: Any) -> tokenizers.Tokenizer:
 def save_encoder(folder: Path, family: str, kind: str = "Model", **config: Any) -> Path:
     """A random encoder with a word tokenizer. `kind`: Model or ForSequenceClassification."""
     pad, types = FAMILIES[family]
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
     hf_config = getattr(transformers, f"{family}Config")(
         **{
             "vocab_size": VOCAB,

@@ -40,6 +40,8 @@ def check_moves(folder: Path, copies: int, **options: Any) -> None:
         return [r[slot] for r in run_ranks([functools.partial(m.run, row) for m in models])]
 
     want = run(3)[0]
+    # On a GPU, products in 8 bits round their inputs: what differs by little may be rounded apart.
+    bound = 0.1 if options and models[0].device.type == "cuda" else 2e-4
     if not options:
         assert_near(PagedModel(folder, "float32").run({0: prompt})[0], want, 2e-4)
     for number in range(3):
@@ -55,7 +57,7 @@ def check_moves(folder: Path, copies: int, **options: Any) -> None:
         for balance, _ in movers[0].layers:
             assert int(balance.loads.sum()) == 0
         for result in run(number):
-            assert_near(result, want, 2e-4)
+            assert_near(result, want, bound)
         counted = [balance.loads.tolist() for mover in movers for balance, _ in mover.layers]
         half = len(counted) // 2
         assert counted[:half] == counted[half:], "ranks have counted unlike tokens"

@@ -268,7 +268,8 @@ def main() -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # It ends with whoever asks.
     for name in {"FIRST": FIRST, "PRELOADED": PRELOADED}[sys.argv[2]]:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # Clients' packages may be absent.
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # Collections of a fork would touch, and so copy, all of it.
     serve(socket.socket(fileno=int(sys.argv[1])))

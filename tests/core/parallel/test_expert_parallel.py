@@ -234,6 +234,7 @@ async def test_an_engines_tokens_are_those_of_one_rank(
     assert await tokens(folder, tensor_parallel_size=2, **options) == one
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo moves what is in host memory")
 @pytest.mark.parametrize("eplb", [False, True])
 def test_tokens_that_go_to_their_experts_are_computed_as_by_one_rank(
     eplb: bool, tmp_path: Path

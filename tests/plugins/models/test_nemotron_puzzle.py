@@ -96,8 +96,9 @@ def test_layers_of_a_checkpoint_in_nvfp4_are_found(whole_groups: None, tmp_path:
     assert len(found) == 4 + 2 + 2
     expected = PagedModel(plain, "float32").run({0: prompt})[0]
     got = model.run({0: prompt})[0]
-    if torch.cuda.is_available():  # Products in 8 bits round their inputs there.
+    rounded = torch.cuda.is_available()  # Products in 8 bits round their inputs there.
+    if rounded:
         assert (got - expected).norm() < 0.15 * expected.norm()
     else:
         torch.testing.assert_close(got, expected, atol=2e-3, rtol=0)
-    check_ranks(tmp_path, CASE, 2, Kit.plugins(), 2e-3)
+    check_ranks(tmp_path, CASE, 2, Kit.plugins(), 5e-2 if rounded else 2e-3)
