@@ -18,7 +18,7 @@ from .adapter_options import lora_modules
 from .annotations import DTYPE_SYNONYMS, doc
 from .compatibility import check_compatible
 from .kv_transfer_config import KVTransferConfig
-from .media_options import media_limits
+from .media_options import media_io_options, media_limits
 from .model_names import HubName, local_or_hub_name
 from .output_options import OutputOptions
 from .parallel_options import IN_PLACE, layer_partition
@@ -76,6 +76,7 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
             convert("dtype", DTYPE_SYNONYMS[self.dtype])
         convert("lora_modules", lora_modules(self.lora_modules))
         convert("limit_mm_per_prompt", media_limits(self.limit_mm_per_prompt))
+        convert("media_io_kwargs", media_io_options(self.media_io_kwargs))
         self._resolve_hub_names(convert)
         convert("pipeline_layer_partition", layer_partition(self.pipeline_layer_partition))
         if isinstance(self.kv_transfer_config, dict | KVTransferConfig):

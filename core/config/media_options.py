@@ -34,6 +34,13 @@ class MediaOptions(AdapterOptions, frozen=True, kw_only=True):
             "for all requests."
         ),
     ] = None
+    media_io_kwargs: Annotated[
+        dict[str, Any] | None,
+        doc(
+            'Which frames of videos are read: {"video": {"num_frames": 32}}, or {"video": {"fps": '
+            "1}}; num_frames -1 reads all. Default: as the model's family does."
+        ),
+    ] = None
     allowed_local_media_path: Annotated[
         str,
         doc("Folder from which requests may read media, as file:// URLs; empty: from none."),
@@ -62,6 +69,30 @@ class MediaOptions(AdapterOptions, frozen=True, kw_only=True):
 
 
 MODALITIES = ("image", "audio", "video")
+
+
+def media_io_options(value: Any) -> dict[str, Any] | None:
+    """Read `media_io_kwargs`. Raises ConfigError."""
+    field = "media_io_kwargs"
+    if value is None:
+        return None
+    video = value.get("video", {}) if isinstance(value, dict) else None
+    if not isinstance(value, dict) or set(value) - {"video"} or not isinstance(video, dict):
+        raise ConfigError(
+            f'{field}: must be an object such as {{"video": {{"num_frames": 32}}}}, got {value!r}',
+            param=field,
+        )
+    for name, given in video.items():
+        whole = name == "num_frames" and type(given) is int and (given > 0 or given == -1)
+        if not whole and not (name == "fps" and type(given) in (int, float) and 0 < given <= 1000):
+            raise ConfigError(
+                f"{field}.video.{name}: takes num_frames (a number from 1, or -1 for all) or fps "
+                f"(a number above 0), got {given!r}",
+                param=field,
+            )
+    if len(video) == 2:
+        raise ConfigError(f"{field}.video: takes num_frames or fps, not both", param=field)
+    return value
 
 
 def media_limits(value: Any) -> dict[str, int]:

@@ -56,6 +56,7 @@ class MediaInput:
             config.mm_processor_kwargs or {},
             None if tokenizer is None else functools.partial(_tokens, tokenizer),
         )
+        self._io_options = config.media_io_kwargs or {}
         self._tokenizer = tokenizer
         self._fetcher = MediaFetcher(config.allowed_local_media_path, config.allowed_media_domains)
         self._threads = ThreadPoolExecutor(THREADS, "jackfield-media")
@@ -96,7 +97,9 @@ class MediaInput:
         kind: type[MediaModel] = registry.load(self._name)
         with registry.calling(self._name, "processor"):
             return {
-                modality: READERS[modality](kind.processor(self._setup, modality))
+                modality: READERS[modality](
+                    kind.processor(self._setup, modality), self._io_options.get(modality, {})
+                )
                 for modality in self.modalities
             }
 

@@ -11,12 +11,16 @@ import numpy as np
 
 from ..errors import InvalidRequest, JackfieldError
 from ..parts.media import MediaContent, MediaTensor
-from ..protocols.media import ProcessedMedia
+from ..protocols.media import ProcessedMedia, Video
 from .audio import decode_audio
 from .images import converted, decode_image, from_array
+from .video import decode_video, sampled
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+NO_OPTIONS: Mapping[str, Any] = {}
 
 
 class Reader:
@@ -26,8 +30,9 @@ class Reader:
     noun: ClassVar[str]
     """For errors."""
 
-    def __init__(self, processor: Any) -> None:
-        """processor: a `protocols.MediaProcessor` of the modality."""
+    def __init__(self, processor: Any, options: Mapping[str, Any] = NO_OPTIONS) -> None:
+        """processor: a `protocols.MediaProcessor` of the modality. options: those of
+        `EngineConfig.media_io_kwargs` for it."""
         self.processor = processor
 
     def content(self, value: Any, field: str) -> MediaContent:
@@ -44,7 +49,7 @@ class Reader:
                 f"({type(error).__name__}: {error})",
                 param=field,
             ) from None
-        return _content_of(processed, self.modality, self._digest(item))
+        return content_of(processed, self.modality, self._digest(item))
 
     def decode(self, value: Any, field: str) -> Any:
         """Return the decoded item. Raises InvalidRequest."""
@@ -127,12 +132,39 @@ class AudioReader(Reader):
         return np.ascontiguousarray(item).data
 
 
+class VideoReader(Reader):
+    modality = "video"
+    noun = "video"
+
+    def __init__(self, processor: Any, options: Mapping[str, Any] = NO_OPTIONS) -> None:
+        super().__init__(processor, options)
+        self._sampling = sampled(processor.sampling, options)
+
+    def decode(self, value: Any, field: str) -> Video:
+        """Return the frames that are read. Raises InvalidRequest."""
+        return decode_video(value, self._sampling, field)
+
+    def process(self, item: Video) -> ProcessedMedia:
+        processed: ProcessedMedia = self.processor.video(item)
+        return processed
+
+    def size(self, item: Video) -> str:
+        count, height, width, _ = item.frames.shape
+        return f"{count} frames of {width} x {height} pixels"
+
+    def shape(self, item: Video) -> tuple[Any, ...]:
+        return item.frames.shape, item.indices, item.fps, item.total
+
+    def data(self, item: Video) -> memoryview:
+        return np.ascontiguousarray(item.frames).data
+
+
 READERS: Mapping[str, type[Reader]] = {
-    reader.modality: reader for reader in (ImageReader, AudioReader)
+    reader.modality: reader for reader in (ImageReader, AudioReader, VideoReader)
 }
 
 
-def _content_of(processed: ProcessedMedia, modality: str, digest: str) -> MediaContent:
+def content_of(processed: ProcessedMedia, modality: str, digest: str) -> MediaContent:
     tokens = processed.token_ids
     embedded = [True] * len(tokens) if processed.embedded is None else processed.embedded
     runs, start = [], 0
@@ -151,4 +183,5 @@ def _content_of(processed: ProcessedMedia, modality: str, digest: str) -> MediaC
             name: MediaTensor.of(np.ascontiguousarray(value)) for name, value in tensors.items()
         },
         grid=processed.grid,
+        frame_positions=processed.frame_positions,
     )

@@ -117,7 +117,7 @@ def of_prompt(data: Any, modalities: Sequence[str]) -> list[MediaSource]:
                 f"{' and '.join(('text', *modalities))}",
                 param=field,
             )
-        many = isinstance(items, list | tuple) and not _is_sampled(items)
+        many = isinstance(items, list | tuple) and not _is_one(items, modality)
         for number, item in enumerate(items if many else [items]):
             name = f"{field}.{modality}[{number}]" if many else f"{field}.{modality}"
             if item is None:
@@ -126,8 +126,9 @@ def of_prompt(data: Any, modalities: Sequence[str]) -> list[MediaSource]:
     return sources
 
 
-def _is_sampled(item: Any) -> bool:
-    """Return whether an item is (samples, their rate)."""
-    return (
-        isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], int | float | np.number)
-    )
+def _is_one(item: Any, modality: str) -> bool:
+    """Return whether a sequence is one item: (samples or frames, their rate), or the pictures of a
+    video."""
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], int | float | np.number):
+        return True
+    return modality == "video" and bool(item) and hasattr(item[0], "convert")

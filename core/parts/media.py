@@ -43,6 +43,8 @@ class MediaContent(msgspec.Struct, frozen=True, weakref=True, eq=False, kw_only=
     tensors: dict[str, MediaTensor]
     grid: tuple[int, ...] = ()
     """(frames, rows, columns) of units, for models that rotate by place; else empty."""
+    frame_positions: tuple[int, ...] = ()
+    """As in `ProcessedMedia`."""
 
     @property
     def num_rows(self) -> int:
@@ -82,6 +84,7 @@ class PlacedItem(msgspec.Struct, frozen=True, gc=False):
     digest: str
     runs: tuple[tuple[int, int], ...]
     grid: tuple[int, ...] = ()
+    frame_positions: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:

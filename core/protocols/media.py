@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,12 +42,62 @@ class ProcessedMedia:
     embedded: Sequence[bool] | None = None
     """[len(token_ids)] Which of them a row of the encoder's output stands for; None: all."""
     grid: tuple[int, ...] = ()
-    """(frames, rows, columns) of units, if the model rotates by place."""
+    """(frames, rows, columns) of units, if the model rotates by place. Of several runs of rows,
+    each has as many of the frames."""
+    frame_positions: tuple[int, ...] = ()
+    """How far each frame's position is from the first one's; empty: as far as its number."""
+
+
+class Video(NamedTuple):
+    """Frames that were chosen of a video."""
+
+    frames: np.ndarray
+    """[frames, height, width, 3] uint8"""
+    indices: tuple[int, ...]
+    """Their numbers in the video."""
+    fps: float
+    """Of the video."""
+    total: int
+    """Frames that the video has."""
+
+    @property
+    def sampled_fps(self) -> float:
+        return len(self.indices) / self.total * self.fps
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which frames of a video are read."""
+
+    fps: float | None = 2.0
+    """As many per second, if `num_frames` does not say; None: all."""
+    num_frames: int | None = None
+    least: int = 1
+    most: int = 768
+    multiple: int = 1
+    """Of which their number is one, if the video has as many."""
+    ends: bool = True
+    """From the first to the last frame; else each is the first of its share."""
+
+    def indices(self, total: int, fps: float, most: int) -> list[int]:
+        """Return the numbers of the frames of a video that has `total`; at most `most`."""
+        count = total if self.fps is None else int(total / fps * self.fps)
+        if self.num_frames is not None:
+            count = self.num_frames if self.num_frames > 0 else total
+        else:
+            count = max(count, self.least)
+        count = min(count, self.most, most, total)
+        count = max(count // self.multiple * self.multiple, 1)
+        if not self.ends:
+            return [number * total // count for number in range(count)]
+        if count == 1:
+            return [0]
+        return [round(number * (total - 1) / (count - 1)) for number in range(count)]
 
 
 class MediaProcessor(Protocol):
-    """Turns decoded items of one modality into tensors and tokens: an `ImageProcessor` or
-    `AudioProcessor`. Used by several threads at once."""
+    """Turns decoded items of one modality into tensors and tokens: an `ImageProcessor`,
+    `AudioProcessor` or `VideoProcessor`. Used by several threads at once."""
 
     placeholder_id: int
     """The token by which a prompt says where an item stands."""
@@ -62,6 +112,15 @@ class ImageProcessor(MediaProcessor, Protocol):
 
     def image(self, image: Image) -> ProcessedMedia:
         """Process a picture in RGB. Raises ValueError for one that it cannot take."""
+
+
+class VideoProcessor(MediaProcessor, Protocol):
+    """Processes videos."""
+
+    sampling: Sampling
+
+    def video(self, video: Video) -> ProcessedMedia:
+        """Process frames. Raises ValueError for those that it cannot take."""
 
 
 class AudioProcessor(MediaProcessor, Protocol):
@@ -121,7 +180,7 @@ class MediaModel(Protocol):
     architecture (`Registry.add_text_part`)."""
 
     modalities: ClassVar[tuple[str, ...]]
-    """Of items: "image", "audio"."""
+    """Of items: "image", "audio", "video"."""
 
     @classmethod
     def spans(cls, setup: MediaSetup) -> Spans | None:

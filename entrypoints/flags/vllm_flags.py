@@ -130,7 +130,7 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
 }
 """Flag → number of values, and why it is unnecessary."""
 
-_PICTURES = "of media, pictures and recordings are read yet: see --limit-mm-per-prompt"
+_PICTURES = "no such option of media: see --limit-mm-per-prompt and --media-io-kwargs"
 _GPUS = (
     "ranks divide layers (--tensor-parallel-size), and engines share the requests "
     "(--data-parallel-size), on one host or on those of a Ray cluster (--executor ray)"
@@ -223,7 +223,7 @@ MISSING: dict[str, str] = {
     "--max-num-queued-tokens": "see --limit-waiting and --max-waiting-requests",
     "--max-num-scheduled-tokens": "see --max-num-batched-tokens",
     **dict.fromkeys(
-        ("--media-io-kwargs", "--mm-device-do-normalize", "--mm-encoder-attn-backend",
+        ("--mm-device-do-normalize", "--mm-encoder-attn-backend",
          "--mm-encoder-attn-dtype", "--mm-encoder-fp8-scale-path",
          "--mm-encoder-fp8-scale-save-margin", "--mm-encoder-fp8-scale-save-path",
          "--mm-encoder-only", "--mm-encoder-tp-mode", "--mm-hasher-algorithm",

@@ -22,9 +22,10 @@ from ...core.config import EngineConfig
 from ...core.engine.resolve_config import resolve_config, resolve_runner
 from ...core.loading.build import build_model
 from ...core.loading.model_config import ModelConfig, resolve_model_config
+from ...core.media.readers import content_of
 from ...core.nn.operations import Operations
 from ...core.parts.media import PlacedItem
-from ...core.protocols.media import MediaSetup, ProcessedMedia
+from ...core.protocols.media import MediaSetup, ProcessedMedia, Video
 from .kit import Kit
 
 SIZES = ((40, 32), (32, 40), (64, 64), (200, 24), (17, 90))
@@ -38,6 +39,8 @@ def process(processor: Any, modality: str, size: tuple[int, int], seed: int = 0)
     processed: ProcessedMedia
     if modality == "audio":
         processed = processor.audio(recording(processor, size[1], seed))
+    elif modality == "video":
+        processed = processor.video(film(*size, seed))
     else:
         processed = processor.image(picture(*size, seed))
     return processed
@@ -47,6 +50,12 @@ def recording(processor: Any, hundredths: int, seed: int) -> Any:
     most = int(SECONDS * processor.sampling_rate)
     count = min(most, processor.max_samples or most) * hundredths // 100
     return np.random.default_rng(seed).normal(0, 0.1, count).astype(np.float32)
+
+
+def film(width: int, height: int, seed: int) -> Video:
+    shape = (3, height, width, 3)
+    frames = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    return Video(frames, (0, 3, 7), 4.0, 9)
 
 
 def picture(width: int, height: int, seed: int = 0) -> Any:
@@ -164,10 +173,17 @@ class MediaModelKit(Kit):
         items, start = [], 3
         for seed, (modality, size) in enumerate(itertools.product(processors, SIZES[:2])):
             made = process(processors[modality], modality, size, seed)
-            items.append(PlacedItem(start, len(made.token_ids), f"{seed}", (), made.grid))
+            content = content_of(made, modality, f"{seed}")
+            count = len(content.token_ids)
+            items.append(
+                PlacedItem(
+                    start, count, content.digest, content.runs, content.grid,
+                    content.frame_positions,
+                )
+            )  # fmt: skip
             start = items[-1].end + 4
         positions, delta = encoder.positions(items, start)
         assert positions.shape == (3, start)
         assert (positions[:, :3] == np.arange(3)).all()
         assert (np.diff(positions[:, -4:]) == 1).all()
-        assert (positions[:, -1] + 1 == start + delta).all()
+        assert positions.max() + 1 == start + delta

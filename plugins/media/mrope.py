@@ -21,21 +21,25 @@ def positions_of(items: Sequence[PlacedItem], num_tokens: int) -> tuple[np.ndarr
     """See `MediaEncoder.positions`.
 
     The tokens of a picture have the frame, row and column of their unit, from the position that a
-    word in its place would have; what follows goes on behind the largest of these. Items without a
-    grid are like words.
+    word in its place would have; what follows goes on behind the rows and columns. Later tokens
+    begin behind the largest of all. Items without a grid are like words.
     """
     positions = np.empty((3, num_tokens), dtype=np.int64)
     done = position = 0
     for item in items:
         if not item.grid:
             continue
-        words = item.start - done
-        positions[:, done : item.start] = position + np.arange(words)
-        position += words
         frames, rows, columns = item.grid
-        units = np.indices((frames, rows, columns)).reshape(3, -1)
-        positions[:, item.start : item.end] = position + units
-        position += max(rows, columns)
-        done = item.end
+        each = frames // len(item.runs)
+        for offset, count in item.runs:
+            start = item.start + offset
+            positions[:, done:start] = position + np.arange(start - done)
+            position += start - done
+            done = start + count
+            units = np.indices((each, rows, columns)).reshape(3, -1)
+            if item.frame_positions:
+                units[0] = np.repeat(item.frame_positions, rows * columns)
+            positions[:, start:done] = position + units
+            position += max(rows, columns)
     positions[:, done:] = position + np.arange(num_tokens - done)
-    return positions, position - done
+    return positions, int(positions.max(initial=-1)) + 1 - num_tokens

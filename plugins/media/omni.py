@@ -14,7 +14,7 @@ from ...core.protocols.media import MediaEncoder, MediaProcessor, MediaSetup
 from .chunked_audio import rows_in_chunks
 from .encoder import TransformersEncoder
 from .family import Family
-from .qwen_vl import Qwen2VL, Qwen3Encoder, Qwen3VL, QwenEncoder, QwenProcessor
+from .qwen_vl import Qwen3Encoder, Qwen3VL, QwenEncoder, QwenPictures, QwenProcessor
 from .recordings import AudioEncoder, FeatureExtractor
 from .whisper_like import pooled_rows
 
@@ -64,7 +64,7 @@ class Qwen3OmniEncoder(OmniEncoder, Qwen3Encoder):
 
 class Omni(Family):
     modalities = ("image", "audio")
-    seen: ClassVar[type[Qwen2VL]]
+    seen: ClassVar[type[QwenPictures]]
     """Whose pictures it takes."""
 
     @classmethod
@@ -86,7 +86,7 @@ def thinker(setup: MediaSetup) -> MediaSetup:
 
 
 class Qwen2Omni(Omni):
-    seen = Qwen2VL
+    seen = QwenPictures
     processors = {"image": QwenProcessor, "audio": OmniFeatures}
     encoder_class: ClassVar[type[TransformersEncoder]] = OmniEncoder
 

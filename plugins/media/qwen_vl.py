@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from ...core.nn.context import BuildContext
 from ...core.parts.media import PlacedItem
-from ...core.protocols.media import MediaSetup, ProcessedMedia
+from ...core.protocols.media import MediaProcessor, MediaSetup, ProcessedMedia
 from .encoder import TransformersEncoder
 from .family import Pictures
 from .mrope import positions_of, sections_of
 from .packed import pack
 from .processor import ImageProcessor
+from .qwen_video import Qwen3Video, QwenVideo
 
 
 class QwenProcessor(ImageProcessor):
@@ -49,13 +50,17 @@ class QwenEncoder(TransformersEncoder):
 
     def __init__(self, setup: MediaSetup, build: BuildContext) -> None:
         super().__init__(setup, build)
-        self._frames = setup.config.vision_config.temporal_patch_size
+        vision = setup.config.vision_config
+        self._frames, self._pixels = vision.temporal_patch_size, vision.patch_size**2
         pack(self.hf.visual, build.operations)
         self.rope = sections_of(setup.config.text_config.rope_parameters)
 
     def normalised(self, pixels: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
-        frame = super().normalised(pixels, parameters)[:, :, None]
-        return frame.expand(-1, -1, self._frames, -1).flatten(1)
+        """[patches, 3, pixels of one frame, or of all] → [patches, numbers of all frames]"""
+        normalised = super().normalised(pixels, parameters)
+        if pixels.shape[2] != self._pixels:
+            return normalised.flatten(1)
+        return normalised[:, :, None].expand(-1, -1, self._frames, -1).flatten(1)
 
     def encode(self, items: Sequence[Mapping[str, torch.Tensor]]) -> Sequence[torch.Tensor]:
         """Encode pictures of any sizes together."""
@@ -65,7 +70,9 @@ class QwenEncoder(TransformersEncoder):
         return positions_of(items, num_tokens)
 
 
-class Qwen2VL(Pictures):
+class QwenPictures(Pictures):
+    """Those that take pictures alone."""
+
     processor_class = QwenProcessor
     encoder_class = QwenEncoder
 
@@ -74,6 +81,19 @@ class Qwen2VL(Pictures):
         if "mrope_section" not in (setup.config.text_config.rope_parameters or {}):
             return "its rope_parameters have no mrope_section"
         return None
+
+
+class Qwen2VL(QwenPictures):
+    modalities = ("image", "video")
+    video_class: ClassVar[type[QwenVideo]] = QwenVideo
+
+    @classmethod
+    def processor(cls, setup: MediaSetup, modality: str = "image") -> MediaProcessor:
+        return (cls.video_class if modality == "video" else cls.processor_class)(setup)
+
+
+class Qwen35(Qwen2VL):
+    video_class = Qwen3Video
 
 
 class Qwen3Encoder(QwenEncoder):
@@ -90,7 +110,7 @@ class Qwen3Encoder(QwenEncoder):
         return [torch.cat(own, dim=-1) for own in levels]
 
 
-class Qwen3VL(Qwen2VL):
+class Qwen3VL(Qwen35):
     encoder_class = Qwen3Encoder
 
     @classmethod

@@ -123,7 +123,12 @@ class Media(SchedulerPart):
         return SlotMedia(
             tuple(
                 PlacedItem(
-                    item.start, len(content.token_ids), content.digest, content.runs, content.grid
+                    item.start,
+                    len(content.token_ids),
+                    content.digest,
+                    content.runs,
+                    content.grid,
+                    content.frame_positions,
                 )
                 for item in items
                 for content in (item.content,)

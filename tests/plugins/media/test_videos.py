@@ -1,0 +1,211 @@
+"""Families that take videos say what `transformers` says of the same frames; frames are chosen as
+its processors choose them, and times are those of the frames."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from seeing_models import FAMILIES, picture, save
+
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.protocols.media import Sampling
+
+KINDS = (
+    "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+)  # fmt: skip
+WRITTEN = "<|vision_start|><|video_pad|><|vision_end|>"
+NEW = 8
+
+
+class Made(NamedTuple):
+    folder: Path
+    model: Any
+
+    @property
+    def side(self) -> int:
+        """Pixels of a unit."""
+        return 2 * int(self.model.config.vision_config.patch_size)
+
+    @property
+    def times(self) -> bool:
+        return type(self.model).__name__.startswith("Qwen3")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp("videos")
+    model = save(request.param, folder)
+    own = {
+        "size": {"shortest_edge": 1024, "longest_edge": 1 << 20},
+        "patch_size": model.config.vision_config.patch_size,
+    }  # fmt: skip
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(own))
+    return Made(folder, model)
+
+
+def film(made: Made, seed: int, count: int, rows: int, columns: int) -> np.ndarray:
+    side = made.side
+    frames = [
+        np.asarray(picture(seed * 100 + number, columns * side, rows * side))
+        for number in range(count)
+    ]
+    return np.stack(frames)
+
+
+def patches(made: Made, frames: np.ndarray) -> tuple[torch.Tensor, list[int]]:
+    """Return the patches of pairs of frames, by `transformers`' processor of pictures, which writes
+    each frame twice."""
+    if len(frames) % 2:
+        frames = np.concatenate([frames, frames[-1:]])
+    family = FAMILIES[type(made.model).__name__]
+    options = {**family.options, "min_pixels": 1024, "max_pixels": 1 << 20}
+    mean = {"image_mean": MEAN, "image_std": STD} if not made.times else {
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    }  # fmt: skip
+    images: Any = transformers.Qwen2VLImageProcessorPil(**{**options, **mean})
+    made_of = images(images=[Image.fromarray(frame) for frame in frames], return_tensors="pt")
+    _, rows, columns = made_of["image_grid_thw"][0].tolist()
+    twice = made_of["pixel_values"].view(len(frames) // 2, 2, rows * columns, 3, 2, -1)
+    pairs = torch.stack([twice[:, 0, :, :, 0], twice[:, 1, :, :, 0]], dim=3)
+    return pairs.reshape(len(frames) // 2 * rows * columns, -1), [len(frames) // 2, rows, columns]
+
+
+MEAN = [0.48145466, 0.4578275, 0.40821073]
+STD = [0.26862954, 0.26130258, 0.27577711]
+
+
+def expected(
+    made: Made, texts: list[str], films: list[np.ndarray], indices: list[int], fps: float,
+    total: int,
+) -> tuple[int, list[int]]:  # fmt: skip
+    """Return the number of tokens of the prompt and the output, by `transformers` alone."""
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(made.folder)
+    text, pixels, grids = texts[0], [], []
+    for frames, words in zip(films, texts[1:], strict=True):
+        own, grid = patches(made, frames)
+        pixels.append(own)
+        grids.append(grid)
+        count = grid[1] * grid[2] // 4
+        inner = "<|video_pad|>" * (count * grid[0])
+        if made.times:
+            padded = indices + indices[-1:] * (len(indices) % 2)
+            at = [(a + b) / 2 / fps for a, b in zip(padded[::2], padded[1::2], strict=True)]
+            inner = "".join(
+                f"<{t:.1f} seconds><|vision_start|>{'<|video_pad|>' * count}<|vision_end|>"
+                for t in at
+            )
+        text += f"<|vision_start|>{inner}<|vision_end|>{words}"
+    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    ids = inputs["input_ids"]
+    inputs = {
+        **inputs, "pixel_values_videos": torch.cat(pixels), "video_grid_thw": torch.tensor(grids),
+        "mm_token_type_ids": (ids == 303).int() * 2,
+    }  # fmt: skip
+    if "Qwen2_5" in type(made.model).__name__:
+        seconds = 2 / (len(indices) / total * fps)
+        inputs["second_per_grid_ts"] = torch.tensor([seconds] * len(films))
+    with torch.no_grad():
+        out = made.model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    return ids.shape[1], out[0, ids.shape[1] :].tolist()
+
+
+def engine_of(made: Made, **options: Any) -> AsyncEngine:
+    return AsyncEngine(
+        EngineConfig(
+            model=str(made.folder), device="cpu", dtype="float32", max_num_batched_tokens=13,
+            block_size=4, max_model_len=500, max_num_seqs=4, num_gpu_blocks_override=500,
+            **options,
+        )
+    )  # fmt: skip
+
+
+async def said(engine: AsyncEngine, texts: list[str], videos: Any) -> tuple[int, list[int]]:
+    prompt: Any = {"prompt": WRITTEN.join(texts), "multi_modal_data": {"video": videos}}
+    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+    output = [each async for each in engine.generate(prompt, params)][-1]
+    assert output.error is None
+    return len(output.prompt_token_ids), list(output.outputs[0].token_ids)
+
+
+def animated(frames: np.ndarray, milliseconds: int) -> bytes:
+    """A WebP without loss."""
+    file = io.BytesIO()
+    first, *others = map(Image.fromarray, frames)
+    first.save(
+        file, "WEBP", save_all=True, append_images=others, duration=milliseconds, lossless=True,
+        minimize_size=False,
+    )  # fmt: skip
+    return file.getvalue()
+
+
+async def test_frames_that_callers_give_are_all_read(made: Made) -> None:
+    """Of two videos, one with an odd number of frames, and a picture's tokens between them."""
+    one, two = film(made, 1, 4, 2, 3), film(made, 2, 4, 3, 2)
+    odd = film(made, 3, 3, 2, 2)
+    async with engine_of(made) as engine:
+        texts = ["See ", " then ", "?"]
+        want = expected(made, texts, [one, two], [0, 1, 2, 3], 8.0, 4)
+        assert await said(engine, texts, [(one, 8.0), (two, 8.0)]) == want
+        want = expected(made, ["", "!"], [odd], [0, 1, 2], 24.0, 3)
+        assert await said(engine, ["", "!"], odd) == want
+        assert await said(engine, ["", "!"], [Image.fromarray(frame) for frame in odd]) == want
+
+
+async def test_frames_of_a_file_are_chosen_and_decoded_in_a_process(made: Made) -> None:
+    frames = film(made, 4, 20, 2, 2)
+    data = animated(frames, 100)  # Ten per second.
+    texts = ["What happens? ", " Say it."]
+    if made.times:  # From the first to the last.
+        chosen = np.linspace(0, 19, 4).round().astype(int).tolist()
+    else:
+        chosen = torch.arange(0, 20, 20 / 4).int().tolist()
+    async with engine_of(made) as engine:
+        want = expected(made, texts, [frames[chosen]], chosen, 10.0, 20)
+        assert await said(engine, texts, data) == want
+    async with engine_of(made, media_io_kwargs={"video": {"num_frames": 2}}) as engine:
+        chosen = [0, 19] if made.times else [0, 10]
+        want = expected(made, texts, [frames[chosen]], chosen, 10.0, 20)
+        assert await said(engine, texts, data) == want
+
+
+@pytest.mark.parametrize("total", [1, 2, 5, 31, 240, 5000])
+@pytest.mark.parametrize("fps", [1.0, 24.0, 29.97])
+def test_frames_are_chosen_as_processors_of_transformers_choose_them(
+    total: int, fps: float
+) -> None:
+    count = min(max(int(total / fps * 2), 4), 768, total)  # Of Qwen3-VL.
+    expected = np.linspace(0, total - 1, count).round().astype(int).tolist()
+    assert Sampling(fps=2.0, least=4, most=768).indices(total, fps, 768) == expected
+    if total >= 4:
+        count = min(max(total / fps * 2, 4), min(768, total) // 2 * 2, total) // 2 * 2
+        expected = torch.arange(0, total, total / count).int().tolist()[: int(count)]
+        own = Sampling(fps=2.0, least=4, most=768, multiple=2, ends=False)
+        assert own.indices(total, fps, 768) == expected
+
+
+async def test_videos_of_codecs_are_read_with_av(made: Made) -> None:
+    av = pytest.importorskip("av")
+    frames = film(made, 5, 8, 2, 2)
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as container:
+        stream: Any = container.add_stream("ffv1", rate=4)
+        stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "bgr0"
+        for frame in frames:
+            for packet in stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    texts = ["", " what?"]
+    chosen = [0, 2, 5, 7] if made.times else [0, 2, 4, 6]
+    async with engine_of(made) as engine:
+        want = expected(made, texts, [frames[chosen]], chosen, 4.0, 8)
+        assert await said(engine, texts, file.getvalue()) == want
