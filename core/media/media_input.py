@@ -24,8 +24,9 @@ from .fetch import LARGE, MediaFetcher
 from .readers import READERS, Reader
 from .sources import MediaSource
 
-THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
-"""That decode and process; so many decoded items are in memory at once."""
+MAX_THREADS = 8
+"""That decode and process, and as many as half the cores; so many decoded items are in memory at
+once."""
 MAX_WAITING_BYTES = 256 << 20
 """Most bytes of encoded items that wait for a thread; beyond, requests are refused (503)."""
 MAX_BYTES = 4 << 30
@@ -59,7 +60,8 @@ class MediaInput:
         self._io_options = config.media_io_kwargs or {}
         self._tokenizer = tokenizer
         self._fetcher = MediaFetcher(config.allowed_local_media_path, config.allowed_media_domains)
-        self._threads = ThreadPoolExecutor(THREADS, "jackfield-media")
+        threads = max(2, min(MAX_THREADS, (os.cpu_count() or 2) // 2))
+        self._threads = ThreadPoolExecutor(threads, "jackfield-media")
         self._readers: Mapping[str, Reader] = {}
         """By modality, once started."""
         self._waiting_bytes = 0
