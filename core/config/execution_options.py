@@ -44,3 +44,10 @@ class ExecutionOptions(MediaOptions, frozen=True, kw_only=True):
             "range alone (see enforce_eager)."
         ),
     ] = False
+    enable_sleep_mode: Annotated[
+        bool,
+        doc(
+            "On a GPU: let weights and caches keep their addresses over a sleep, so that steps may "
+            "be recorded. A CPU's always do."
+        ),
+    ] = False

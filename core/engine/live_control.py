@@ -175,7 +175,8 @@ class LiveControl:
         }
 
     async def _reset_prefix_cache(self, job: ResetPrefixCache) -> Answer:
-        self._sleep.check_awake("reset")
+        if self._sleep.began:
+            return {"success": True}  # The sleep has forgotten them.
         if job.reset_running_requests:
             async with self.quiesce.at_rest():
                 self._scheduler.restart_running()
@@ -336,17 +337,23 @@ class LiveControl:
             tags = tuple(tag for tag in TAGS if tag in state.asleep and tag in job.tags)
             if set(tags) == state.asleep:
                 state.check_source()
-            for tag in tags:
-                state.lacks_weights |= await self._answer(RestoreMemory((tag,)))
-                state.asleep.discard(tag)
-            reads = not state.asleep and state.lacks_weights
+            await self._restore("weights", tags)
+            reads = state.lacks_weights and state.asleep <= set(tags)
         if reads:
+            # Before there is a cache, which takes all memory that is left.
             await self._read_again()
+        async with self._one:
+            await self._restore("kv_cache", tags)
         if not state.asleep and state.began:
             state.began = False
             if not state.stays_paused:
                 self.quiesce.resume()
         return await self._with_memory({})
+
+    async def _restore(self, tag: str, tags: tuple[str, ...]) -> None:
+        if tag in tags and tag in self._sleep.asleep:
+            self._sleep.lacks_weights |= await self._answer(RestoreMemory((tag,)))
+            self._sleep.asleep.discard(tag)
 
     async def _read_again(self) -> None:
         """Read the weights that serve from where they came from."""

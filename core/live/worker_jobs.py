@@ -72,8 +72,8 @@ class JoinSenders(msgspec.Struct, frozen=True, tag="join_senders"):
     timeout: float
     """Seconds to wait for the others, then and at each tensor."""
     packed_bytes: int = 0
-    """More than 0: tensors come joined in buffers of bytes, a new one where the next tensor would
-    exceed this."""
+    """More than 0: tensors come joined in buffers of bytes, each of which ends with the tensor that
+    makes it longer than this."""
 
 
 class LeaveSenders(msgspec.Struct, frozen=True, tag="leave_senders"):

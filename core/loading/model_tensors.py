@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -82,6 +82,28 @@ class ModelTensors:
         """Take over the numbers of tensors that are alike (`check_like`), in place."""
         for path, storage in self.storages().values():
             storage.copy_(new.tensors[path].untyped_storage())
+
+
+def move_tensors(
+    model: nn.Module,
+    addresses: Set[int],
+    place: Callable[[torch.UntypedStorage], torch.UntypedStorage],
+) -> None:
+    """Give those of a model's tensors whose memory is at `addresses` other memory: `place` takes
+    the old one, and returns a copy. They stay the same objects, and share what they shared."""
+    sharing: dict[int, list[torch.Tensor]] = {}
+    for _, value in _walk(model, "", set()):
+        if isinstance(value, torch.Tensor):
+            address = value.untyped_storage().data_ptr()
+            if address in addresses:
+                sharing.setdefault(address, []).append(value)
+    for address in list(sharing):
+        tensors = sharing.pop(address)
+        new = place(tensors[0].untyped_storage())
+        for tensor in tensors:
+            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+            tensor.data = empty.set_(new, *layout)
 
 
 def _walk(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:

@@ -6,15 +6,19 @@ an engine join it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import BroadcastOptions, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from .join import own_address
+
+T = TypeVar("T")
+Announced: TypeAlias = tuple[str, Sequence[int], torch.dtype]
+"""Name, shape and type of a tensor that will be sent."""
 
 
 class BroadcastGroup:
@@ -36,7 +40,7 @@ class BroadcastGroup:
     ) -> None:
         """host, port: where number 0 listens. name: of the group; all say the same. backend: "nccl"
         or "gloo"; "": by the device. packed_bytes: more than 0: tensors travel joined in buffers of
-        bytes, a new one where the next tensor would exceed this; all say the same.
+        bytes, each of which ends with the tensor that makes it longer than this; all say the same.
         """
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         if backend not in ("nccl", "gloo"):
@@ -46,7 +50,9 @@ class BroadcastGroup:
         """Where tensors are sent from and received to."""
         limit = timedelta(seconds=timeout)
         self._store = TCPStore(host, port, size, is_master=rank == 0, timeout=limit)
-        store = PrefixStore(name, self._store)
+        # As torch's own groups do, so that a trainer may join by one of those.
+        kind = "cuda" if backend == "nccl" else "cpu"
+        store = PrefixStore(f"{kind}/", PrefixStore(f"{name}/", PrefixStore(name, self._store)))
         self._group: Any
         if backend == "gloo":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -61,48 +67,43 @@ class BroadcastGroup:
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send named tensors, as number 0. Raises RuntimeError if a member has gone."""
-        whole = [tensor.detach().to(self.device).contiguous() for _, tensor in tensors]
-        for first, end in self._buffers([tensor.nbytes for tensor in whole]):
+        own = (tensor.detach().to(self.device).contiguous() for _, tensor in tensors)
+        for together in self._buffers(own, lambda tensor: tensor.nbytes):
             if self.packed_bytes:
-                flat = [each.reshape(-1).view(torch.uint8) for each in whole[first:end]]
+                flat = [tensor.reshape(-1).view(torch.uint8) for tensor in together]
                 self._broadcast(torch.cat(flat))
             else:
-                self._broadcast(whole[first])
+                self._broadcast(together[0])
 
-    def receive(
-        self, tensors: Sequence[tuple[str, Sequence[int], torch.dtype]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(self, tensors: Iterable[Announced]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what number 0 sends: name, shape and type of each, in its order. Raises
         RuntimeError if it has gone."""
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in tensors]
-        for first, end in self._buffers(sizes):
+        for together in self._buffers(tensors, _nbytes):
             if not self.packed_bytes:
-                name, shape, dtype = tensors[first]
+                [(name, shape, dtype)] = together
                 tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
                 self._broadcast(tensor)
                 yield name, tensor
                 continue
-            buffer = torch.empty(sum(sizes[first:end]), dtype=torch.uint8, device=self.device)
+            sizes = [_nbytes(each) for each in together]
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
             self._broadcast(buffer)
-            begin = 0
-            for (name, shape, dtype), size in zip(
-                tensors[first:end], sizes[first:end], strict=True
-            ):
+            for (name, shape, dtype), piece in zip(together, buffer.split(sizes), strict=True):
                 # A copy: the bytes of another type may begin anywhere.
-                own = buffer[begin : begin + size].clone()
-                yield name, own.view(dtype).view(tuple(shape))
-                begin += size
+                yield name, piece.clone().view(dtype).view(tuple(shape))
 
-    def _buffers(self, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield (first, end) of the tensors that travel together: as many as fit, at least one."""
-        first, total = 0, 0
-        for count, size in enumerate(sizes):
-            if count > first and total + size > self.packed_bytes:
-                yield first, count
-                first, total = count, 0
-            total += size
-        if sizes:
-            yield first, len(sizes)
+    def _buffers(self, items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
+        """Yield the tensors that travel together."""
+        together: list[T] = []
+        total = 0
+        for item in items:
+            together.append(item)
+            total += nbytes(item)
+            if total > self.packed_bytes or not self.packed_bytes:
+                yield together
+                together, total = [], 0
+        if together:
+            yield together
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         """Send a tensor to all others, or let it be filled by number 0's. Waits."""
@@ -115,3 +116,8 @@ class BroadcastGroup:
     def close(self) -> None:
         """Leave."""
         self._group = self._store = None  # type: ignore[assignment]
+
+
+def _nbytes(announced: Announced) -> int:
+    _, shape, dtype = announced
+    return torch.Size(shape).numel() * dtype.itemsize

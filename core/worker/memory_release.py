@@ -1,8 +1,8 @@
 """Gives the memory of weights and caches back to the system, and takes it again.
 
 Tensors stay the objects that they are. On a CPU their addresses stay, too: pages are returned, and
-come back as zeros. On a CUDA device memory is freed and allocated again, so addresses change:
-recorded steps, which have them, exclude it.
+come back as zeros. On a CUDA device addresses stay if weights and caches are in mapped memory
+(`enable_sleep_mode`); otherwise memory is freed and allocated again, which recorded steps exclude.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ import torch
 from ..errors import InvalidRequest
 from ..live.worker_jobs import Memory
 from ..loading.model_tensors import ModelTensors
+from .mapped.regions import BESIDE, MappedMemory
 
 MADV_DONTNEED = 4
 """Linux's: drop pages, which are zeros when they are touched again."""
-BESIDE = "draft_weights"
 KEPT = ("weights", BESIDE)
 
 
@@ -31,21 +31,22 @@ class MemoryRelease:
     def __init__(
         self,
         weights: ModelTensors,
-        caches: Iterable[Mapping[str, torch.Tensor]],
+        caches: Iterable[torch.Tensor],
         device: torch.device,
         *,
         has_addresses: bool,
         beside: Iterable[ModelTensors] = (),
+        mapped: MappedMemory | None = None,
     ) -> None:
         """has_addresses: recorded steps hold addresses; beside: other models' weights, which go
-        with the weights and come back as they were, as updates may not bring them."""
-        self._device = device
+        with the weights and come back as they were, as updates may not bring them; mapped: what all
+        of it is in; None: torch's memory."""
+        self._device, self._mapped = device, mapped
         self._has_addresses = has_addresses
-        tensors = (tensor for parts in caches for tensor in parts.values())
         self._storages = {
             "weights": [storage for _, storage in weights.storages().values()],
             BESIDE: [storage for each in beside for _, storage in each.storages().values()],
-            "kv_cache": _storages(tensors),
+            "kv_cache": _storages(caches),
         }
         if not self._storages[BESIDE]:
             del self._storages[BESIDE]
@@ -69,10 +70,10 @@ class MemoryRelease:
         host memory."""
         if self._device.type == "cpu" and os.name != "posix":
             raise InvalidRequest("sleep: this system takes no memory back from a CPU's tensors")
-        if self._has_addresses:
+        if self._has_addresses and self._mapped is None:
             raise InvalidRequest(
                 "sleep: recorded steps hold addresses of weights and caches, so their memory "
-                "cannot be given back; start the engine with enforce_eager"
+                "cannot be given back; start the engine with enable_sleep_mode"
             )
         if not any(sum(self._sizes[owner]) for owner in self._freed(owners, keep=keep)):
             why = (
@@ -84,7 +85,7 @@ class MemoryRelease:
 
     def _freed(self, owners: Iterable[str], *, keep: bool) -> list[str]:
         """Return whose memory is given back: the copy of a CPU's weights would be as large."""
-        on_cpu = self._device.type == "cpu"
+        on_cpu = self._device.type == "cpu" and self._mapped is None
         stays = {name for name in KEPT if on_cpu and (keep or name == BESIDE)}
         return [owner for owner in self._with_beside(owners) if owner not in stays]
 
@@ -102,9 +103,11 @@ class MemoryRelease:
                 continue
             kept = owner == BESIDE or (owner == "weights" and keep)
             if kept and owner not in self._copies:
-                self._copies[owner] = [_on_host(storage) for storage in self._storages[owner]]
-            for storage in self._storages[owner]:
-                freed += _give_back(storage)
+                self._copies[owner] = [_on_host(piece) for piece in self._pieces(owner)]
+            if self._mapped is not None:
+                freed += sum(region.unmap() for region in self._mapped.regions(owner))
+            else:
+                freed += sum(map(_give_back, self._storages[owner]))
             self._away.add(owner)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -116,18 +119,41 @@ class MemoryRelease:
         for owner in self._with_beside(owners):
             if owner not in self._away:
                 continue
-            copies = self._copies.get(owner)
-            pairs = zip(self._storages[owner], self._sizes[owner], strict=True)
-            for number, (storage, size) in enumerate(pairs):
-                if storage.nbytes() != size:
-                    storage.resize_(size)
-                    empty: Any = storage
-                    empty.fill_(0)
-                if copies is not None:
-                    storage.copy_(copies[number].untyped_storage())
-            missing |= owner == "weights" and copies is None
+            self._take(owner)
+            self._fill(owner)
+            missing |= owner == "weights" and owner not in self._copies
             self._away.discard(owner)
         return missing
+
+    def _take(self, owner: str) -> None:
+        """Take an owner's memory again, of which the content is anything."""
+        if self._mapped is not None:
+            for region in self._mapped.regions(owner):
+                region.map()
+            return
+        for storage, size in zip(self._storages[owner], self._sizes[owner], strict=True):
+            if storage.nbytes() != size:
+                storage.resize_(size)
+
+    def _fill(self, owner: str) -> None:
+        """Give an owner's memory its numbers if they are kept, or zeros."""
+        pieces, copies = self._pieces(owner), self._copies.get(owner)
+        if copies is not None:
+            for piece, copy in zip(pieces, copies, strict=True):
+                piece.copy_(copy.untyped_storage(), non_blocking=True)
+        elif self._device.type != "cpu":  # A CPU's pages are zeros, and are not touched.
+            for piece in pieces:
+                empty: Any = piece
+                empty.fill_(0)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _pieces(self, owner: str) -> list[torch.UntypedStorage]:
+        """Return an owner's memory in pieces that are copied at once."""
+        if self._mapped is None:
+            return self._storages[owner]
+        regions = self._mapped.regions(owner)
+        return [chunk.untyped_storage() for region in regions for chunk in region.chunks()]
 
     def report(self) -> list[Memory]:
         """Return who has how much."""

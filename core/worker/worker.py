@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -43,6 +43,8 @@ from .kv_cache.layout import model_fingerprint
 from .kv_cache.memory import explain_oom
 from .kv_cache.scales import finding_scales
 from .launched_step import LaunchedStep
+from .mapped.driver import CudaAddresses
+from .mapped.regions import MappedMemory
 from .memory_release import MemoryRelease
 from .nvtx_ranges import mark_modules
 from .parts.adapters import Adapters
@@ -105,6 +107,7 @@ class Worker:
             self.config, self.model_config, self.plugins, self.ranks, self.device,
             recorder=self._recorder,
             notify=lambda: self.transfer_news(),
+            mapped=self._mapped(),
         )  # fmt: skip
         try:
             started = start.run()
@@ -128,8 +131,9 @@ class Worker:
             self.config, self.model_config, self.plugins, self.ranks, self.device,
             started.runner.model, started.operations, started.tensors,
             MemoryRelease(
-                started.tensors, started.caches, self.device,
+                started.tensors, _caches(started), self.device,
                 has_addresses=started.graphs is not None, beside=[m.tensors for m in beside],
+                mapped=started.mapped,
             ),
             beside,
         )  # fmt: skip
@@ -137,6 +141,12 @@ class Worker:
             with torch.inference_mode():
                 self._experts = ExpertMover(started.runner.model, self.ranks.tensor, self.device)
         return started.info
+
+    def _mapped(self) -> MappedMemory | None:
+        """Return what weights and caches go into; None: torch's memory."""
+        if self.device.type != "cuda" or not self.config.enable_sleep_mode:
+            return None
+        return MappedMemory(CudaAddresses(self.device))
 
     def _recorder(self) -> Recorder | None:
         """Return the device's recorder of steps, or None."""
@@ -344,6 +354,14 @@ def find_method(parts: Iterable[WorkerPart], name: str) -> Callable[..., Any]:
         "that parts of plugins list in WorkerPart.methods",
         param="method",
     )
+
+
+def _caches(started: StartedWorker) -> Iterator[torch.Tensor]:
+    """Yield what holds what requests have computed."""
+    for tensors in started.caches:
+        yield from tensors.values()
+    for part in started.runner.parts:
+        yield from part.caches()
 
 
 def _ignore() -> None:

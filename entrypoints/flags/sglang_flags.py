@@ -9,7 +9,6 @@ import json
 from collections.abc import Sequence
 
 from .foreign_options import ANY, Option, Refused, Unneeded
-from .vllm_flags import SLEEPS
 from .vllm_values import chosen, fixed, part_of, renamed, synonyms
 
 ALGORITHMS = {
@@ -71,7 +70,6 @@ _NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--moe-runner-backend": (1, "kernels are chosen by shape and device"),
     "--sampling-backend": (1, "kernels are chosen by shape and device"),
     "--schedule-conservativeness": (1, "a preempted request is computed again"),
-    "--enable-memory-saver": (0, SLEEPS),
     "--show-time-cost": (0, "GET /metrics has the times of requests"),
     "--skip-server-warmup": (0, "the server is ready when its kernels are compiled"),
 }  # fmt: skip
@@ -86,6 +84,7 @@ _MISSING: dict[str, str] = {
     "--speculative-num-steps": "see --speculative-config.num_speculative_tokens",
 }
 _EQUIVALENT: dict[str, Option] = {
+    "--enable-memory-saver": fixed("--enable-sleep-mode"),
     "--model-path": renamed("--model"),
     "--tokenizer-path": renamed("--tokenizer"),
     "--chunked-prefill-size": Option(

@@ -11,7 +11,6 @@ from .foreign_options import ANY, Option
 from .vllm_values import chosen, fixed, part_of, renamed, synonyms
 
 _STEPS = "two steps are always in flight"
-SLEEPS = "POST /sleep of --enable-admin needs no option; on a GPU it needs --enforce-eager"
 _LOADS = "loading shows a bar on terminals"
 _ALLOCATOR = "memory comes from torch's allocator"
 _COHERE = "Cohere's own routes and templates are not served; the checkpoint's template is used"
@@ -27,7 +26,6 @@ _WARMED = "kernels are compiled before the server is ready"
 NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--async-scheduling": (0, _STEPS),
     "--no-async-scheduling": (0, _STEPS),
-    "--enable-sleep-mode": (0, SLEEPS),
     "--code-revision": (1, "a checkpoint's code is never run"),
     "--collect-detailed-traces": (1, "a trace always has a span for each phase of a request"),
     "--max-seq-len-to-capture": (1, "graphs hold sequences of any length"),

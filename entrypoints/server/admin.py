@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from aiohttp import web
 
 from ... import __version__
+from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import InvalidRequest
 from ..flags.secrets import without_secrets
 from ..http.context import ENGINE, reply
@@ -37,7 +40,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     engine = engine_of(request) if again else request.app[ENGINE]
     if not await engine.reset_prefix_cache(again):
         raise CacheInUse("the prefix cache is in use by running requests; nothing was forgotten")
-    return web.Response()
+    return reply({"success": True})
 
 
 reset_prefix_cache.openapi = {  # type: ignore[attr-defined]
@@ -118,8 +121,35 @@ async def server_info(request: web.Request) -> web.Response:
             "dtype": engine.info.dtype,
             "attention_backend": engine.info.attention_backend,
             "num_blocks": engine.info.num_blocks,
+            "vllm_config": _as_vllm(engine),
         }
     )
+
+
+def _as_vllm(engine: AsyncEngine) -> dict[str, Any]:
+    """Return what trainers read of vLLM's configuration."""
+    config, device = engine.config, engine.info.device
+    return {
+        "model_config": {
+            "model": config.model,
+            "dtype": f"torch.{engine.info.dtype.removeprefix('torch.')}",
+            "max_model_len": engine.model_config.max_model_len,
+            "logprobs_mode": config.logprobs_mode,
+            "max_logprobs": config.max_logprobs,
+            "seed": config.seed,
+        },
+        "parallel_config": {
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "pipeline_parallel_size": config.pipeline_parallel_size,
+            "data_parallel_size": config.data_parallel_size,
+        },
+        "lora_config": (
+            {"max_lora_rank": config.max_lora_rank, "max_loras": config.max_loras}
+            if config.enable_lora
+            else None
+        ),
+        "weight_transfer_config": {"backend": "nccl" if device.startswith("cuda") else "gloo"},
+    }
 
 
 server_info.openapi = {  # type: ignore[attr-defined]

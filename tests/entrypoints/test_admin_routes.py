@@ -72,7 +72,8 @@ def test_the_prefix_cache_is_forgotten_unless_in_use(server: Server) -> None:
 
     cached()
     assert cached() > 0
-    assert httpx.post(server.url + "/reset_prefix_cache").status_code == 200
+    done = httpx.post(server.url + "/reset_prefix_cache")
+    assert done.status_code == 200 and done.json() == {"success": True}
     assert cached() == 0
     with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=300) as response:
         answer_lines = response.iter_lines()
@@ -92,6 +93,17 @@ def test_server_info_returns_the_resolved_options(server: Server) -> None:
     info = httpx.get(server.url + "/server_info").json()
     assert info["config"]["max_num_seqs"] == 8 and info["device"] == "cpu"
     assert info["attention_backend"] == "torch" and info["num_blocks"] == 400
+
+
+def test_server_info_has_what_trainers_read_of_vllms(server: Server) -> None:
+    """TRL 1.16 reads each of these, and stops without it."""
+    query = {"config_format": "json"}
+    config = httpx.get(server.url + "/server_info", params=query).json()["vllm_config"]
+    assert config["weight_transfer_config"] == {"backend": "gloo"}
+    assert config["model_config"]["dtype"].startswith("torch.")
+    assert config["model_config"]["logprobs_mode"] == "raw_logprobs"
+    assert config["parallel_config"]["data_parallel_size"] == 1
+    assert config["lora_config"] is None
 
 
 def test_server_info_shows_no_secret(checkpoint: Path) -> None:

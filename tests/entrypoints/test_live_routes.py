@@ -101,6 +101,49 @@ def test_tensors_are_posted_between_start_and_finish(
     assert get(server, "/weight_info") == {"weight_version": "x"}
 
 
+def test_trl_generates_and_updates(
+    server: Server, folders: tuple[Path, Path], texts: tuple[str, str]
+) -> None:
+    """What TRL 1.16's `VLLMClient` sends, recorded; tests/entrypoints/test_trl.py runs itself."""
+    [card] = get(server, "/v1/models")["data"]
+    assert get(server, "/server_info?config_format=json")["vllm_config"]["weight_transfer_config"]
+    tensors = load_file(folders[1] / "model.safetensors")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    info = {
+        "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "packed": True,
+        "world_size": get(server, "/get_world_size")["world_size"] + 1,
+    }  # fmt: skip
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(post, server, "/init_weight_transfer_engine", {"init_info": info})
+        group = BroadcastGroup("127.0.0.1", port, 0, 2, torch.device("cpu"), packed_bytes=1 << 30)
+        joined.result()
+        post(server, "/start_weight_update", {})
+        announced = {
+            "names": list(tensors), "shapes": [list(t.shape) for t in tensors.values()],
+            "dtype_names": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
+        }  # fmt: skip
+        received = pool.submit(post, server, "/update_weights", {"update_info": announced})
+        group.send(tensors.items())
+        received.result()
+    post(server, "/finish_weight_update", {})
+    assert post(server, "/reset_prefix_cache") == {"success": True}
+    assert said(server) == texts[1]
+    body = {
+        "model": card["id"], "prompt": [[5, 6, 7], [8, 9]], "return_token_ids": True,
+        "return_tokens_as_token_ids": True, "n": 2, "repetition_penalty": 1.0, "temperature": 1.0,
+        "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 6, "logprobs": 0,
+    }  # fmt: skip
+    choices = post(server, "/v1/completions", body)["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices] == [[5, 6, 7]] * 2 + [[8, 9]] * 2
+    for choice in choices:
+        names = [f"token_id:{token}" for token in choice["token_ids"]]
+        assert choice["logprobs"]["tokens"] == names
+        assert len(choice["logprobs"]["token_logprobs"]) == len(names)
+    group.close()
+    post(server, "/shutdown_weight_transfer_engine")
+
+
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_tensors_come_from_a_group(
     dialect: str, server: Server, folders: tuple[Path, Path], texts: tuple[str, str]

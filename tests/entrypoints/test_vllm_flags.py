@@ -143,7 +143,7 @@ def test_a_missing_feature_that_is_not_used_is_taken(flag: str, value: str) -> N
         ("--disable-log-requests", "--no-enable-log-requests"),
         ("--disable-prefix-caching", "--no-enable-prefix-caching"),
         ("--no-async-scheduling", ""),
-        ("--no-enable-sleep-mode", ""),
+        ("--enable-memory-saver", "--enable-sleep-mode"),
         ("--guided-decoding-backend guidance", "--structured-outputs-config.backend llguidance"),
         ("--structured-outputs-config.backend guidance",
          "--structured-outputs-config.backend llguidance"),

@@ -10,7 +10,7 @@ import torch
 from ...cache.groups import CacheGroup, TokenCache, form_groups, one_group
 from ...config import EngineConfig
 from ..selection import CacheLayer
-from .memory import allocate_cache
+from .memory import Zeros, allocate_cache, zeros
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -52,11 +52,12 @@ def bind_cache(
     dtype: torch.dtype,
     device: torch.device,
     own_blocks: Mapping[CacheLayer, int] | None = None,
+    make: Zeros = zeros,
 ) -> list[dict[str, torch.Tensor]]:
     """Allocate the cache; layers at the same index of different groups share memory, but no blocks.
     Return the parts at each index.
 
-    own_blocks: of layers that have more at the end than those of requests.
+    own_blocks: of layers that have more at the end than those of requests. make: makes tensors.
     """
     more: dict[int, int] = {}
     for group in groups:
@@ -68,7 +69,8 @@ def bind_cache(
         for place, layer in enumerate(layers[index] for index in group.layers):
             if place == len(shared):
                 spec = layer.cache_spec(dtype)
-                shared.append(allocate_cache(spec, num_blocks + more[place], block_size, device))
+                blocks = num_blocks + more[place]
+                shared.append(allocate_cache(spec, blocks, block_size, device, make))
             layer.group = number
             layer.bind(shared[place])
     return shared

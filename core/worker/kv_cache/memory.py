@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -35,6 +36,10 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     return torch.from_numpy(pages[begin : begin + num_bytes]).view(dtype).view(*shape)
 
 
+Zeros: TypeAlias = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
+"""Makes a tensor of a cache, as `zeros` does."""
+
+
 def bytes_per_token(spec: TokenCache) -> int:
     return sum(
         part.count * math.prod(part.shape) * getattr(torch, part.dtype).itemsize
@@ -43,10 +48,14 @@ def bytes_per_token(spec: TokenCache) -> int:
 
 
 def allocate_cache(
-    spec: TokenCache, num_blocks: int, block_size: int, device: torch.device
+    spec: TokenCache,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device,
+    make: Zeros = zeros,
 ) -> dict[str, torch.Tensor]:
     return {
-        part.name: zeros(
+        part.name: make(
             (part.count, num_blocks, block_size, *part.shape), getattr(torch, part.dtype), device
         )
         for part in spec.parts

@@ -19,6 +19,7 @@ from ...loading.model_tensors import ModelTensors
 from ...loading.second_model import ModelBeside
 from ...parallel.ranks import ONE_RANK
 from ...protocols.speculators import DraftSite, Speculator, SpeculatorNeeds
+from ..mapped.regions import BESIDE
 from ..selection import CacheLayer, cache_layers
 from .draft_passes import DraftPasses, TokenStates
 from .part import PartSite, StartContext
@@ -71,6 +72,9 @@ def draft_needs(
     if config.max_model_len is not None:
         longest = min(config.max_model_len, needs.longest or config.max_model_len)
         needs = needs._replace(longest=longest)
+    if start.mapped is not None:
+        for model, _, _ in built:
+            start.mapped.move(model, BESIDE)
     of_target = ModelTensors.of(start.model)
     in_checkpoint = speculator.checkpoint == "target" and config.model is None
     beside = [

@@ -22,6 +22,7 @@ from ...protocols.models import HiddenStates
 from ...registry import Plugins
 from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
 from ..launched_step import LaunchedStep
+from ..mapped.regions import MappedMemory
 from ..per_slot import PerSlot
 from ..selection import CacheLayer
 
@@ -55,6 +56,11 @@ class WorkerPart(PerSlot):
     """That of the scheduler half."""
     variants: ClassVar[tuple[str, ...]] = ()
     """Recorded steps that launch other kernels because of this part, besides the plain ones."""
+
+    def caches(self) -> Sequence[torch.Tensor]:
+        """Return the tensors that hold what requests have computed. An engine that sleeps gives
+        their memory back; they are zeros afterwards, and no request knows of what was there."""
+        return ()
 
     def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
         """Remember the request that takes a slot, and nothing of the one before."""
@@ -188,6 +194,8 @@ class StartContext:
     key_values: Sequence[Attention]
     """Those of `layers` that cache keys and values."""
     kv_dtype: torch.dtype
+    mapped: MappedMemory | None = None
+    """What caches go into; None: torch's memory."""
 
 
 class PartStart:

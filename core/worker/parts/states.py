@@ -21,8 +21,9 @@ from ...parallel.ranks import ONE_RANK, Ranks
 from ...parts import speculation
 from ...parts.states import NAME, StatePlan
 from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
-from ..kv_cache.memory import GIB, cache_space, zeros
+from ..kv_cache.memory import GIB, Zeros, cache_space, zeros
 from ..launched_step import LaunchedStep
+from ..mapped.regions import MappedMemory
 from ..packing import PackedUpload
 from .part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
 
@@ -52,10 +53,11 @@ class States(WorkerPart):
         shares: bool,
         num_drafts: int = 0,
         on_device: bool = False,
+        make: Zeros = zeros,
     ) -> None:
         """Allocate and bind the states. Raises OutOfMemory beyond `available` bytes. layers: their
         stored parts; shares: with snapshots; num_drafts: most per row; on_device: operations on
-        states read rows on the device alone.
+        states read rows on the device alone; make: makes tensors.
         """
         places: dict[CachePart, list[StateLayer]] = {}
         for layer, parts in layers.items():
@@ -88,7 +90,7 @@ class States(WorkerPart):
         bound: dict[StateLayer, dict[str, torch.Tensor]] = {layer: {} for layer in layers}
         for part, sharers in places.items():
             shape = (len(sharers), num_states, *part.shape)
-            tensor = zeros(shape, getattr(torch, part.dtype), device)
+            tensor = make(shape, getattr(torch, part.dtype), device)
             self.storage[part] = tensor
             for number, layer in enumerate(sharers):
                 bound[layer][part.name] = tensor[number]
@@ -103,6 +105,9 @@ class States(WorkerPart):
         self._drafted: dict[int, tuple[DraftedStates, torch.Tensor]] = {}
         """Step whose drafts are not verified → its rows with drafts; their places among the
         sampling rows, [D] int64."""
+
+    def caches(self) -> Sequence[torch.Tensor]:
+        return tuple(self.storage.values())
 
     def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
         """Keep what comes of an earlier request's drafts out of the slot."""
@@ -190,8 +195,9 @@ class StatesStart(PartStart):
     def __init__(self, start: StartContext) -> None:
         config, device = start.config, start.device
         self.states = make_states(
-            start.model, config, device, start.ranks, on_device=start.operations.mixed_states
-        )
+            start.model, config, device, start.ranks, on_device=start.operations.mixed_states,
+            mapped=start.mapped,
+        )  # fmt: skip
         self.needs = PartNeeds(nbytes=self.states.nbytes)
 
     def make(self, site: PartSite) -> States:
@@ -205,8 +211,10 @@ def make_states(
     ranks: Ranks = ONE_RANK,
     *,
     on_device: bool = False,
+    mapped: MappedMemory | None = None,
 ) -> States:
     """Return a model's states. Raises OutOfMemory. on_device: operations read rows on the device.
+    mapped: what they go into; None: torch's memory.
 
     A stage's ranks have equally many snapshots, by the least memory.
     """
@@ -214,6 +222,8 @@ def make_states(
     if space is None:
         free, total = torch.cuda.mem_get_info(device)
         budget = int(total * config.gpu_memory_utilization) - torch.cuda.memory_allocated(device)
+        if mapped is not None:
+            budget -= mapped.nbytes
         space = max(0, min(free, budget))
     available = ranks.minimum(space, device)
     stored = {layer: stored_parts(layer, config) for layer in state_layers(model)}
@@ -226,6 +236,7 @@ def make_states(
         shares=config.enable_prefix_caching,
         num_drafts=0 if speculative is None else speculative.num_drafts,
         on_device=on_device,
+        make=zeros if mapped is None else mapped.zeros,
     )
 
 

@@ -7,15 +7,24 @@ import torch
 from ...config import EngineConfig
 from ...parallel.ranks import Ranks
 from ..kv_cache.memory import CacheDemand, cache_space
+from ..mapped.regions import MappedMemory
 from .warmup import Warmup
 
 
 class CacheRoom:
     """Created before a model is loaded, so that other memory is known."""
 
-    def __init__(self, config: EngineConfig, ranks: Ranks, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        ranks: Ranks,
+        device: torch.device,
+        mapped: MappedMemory | None = None,
+    ) -> None:
+        """mapped: memory that torch's allocator does not count."""
         assert config.max_num_batched_tokens is not None
         self._config, self._ranks, self._device = config, ranks, device
+        self._mapped = mapped
         self._max_num_batched_tokens: int = config.max_num_batched_tokens
         self._held_before = 0
         """Bytes allocated before."""
@@ -47,7 +56,12 @@ class CacheRoom:
     @property
     def _allocated(self) -> int:
         """This engine's allocated bytes."""
-        return torch.cuda.memory_allocated(self._device) - self._held_before
+        return torch.cuda.memory_allocated(self._device) - self._held_before + self._beside
+
+    @property
+    def _beside(self) -> int:
+        """This engine's bytes that torch's allocator does not count."""
+        return 0 if self._mapped is None else self._mapped.nbytes
 
     def _given(self, state_bytes: int) -> int | None:
         """Return the bytes that the configuration states, or None."""
@@ -63,7 +77,7 @@ class CacheRoom:
         warmup.run_largest()
         torch.cuda.synchronize(self._device)
         largest = torch.cuda.max_memory_allocated(self._device)
-        peak = largest - self._held_before
+        peak = largest - self._held_before + self._beside
         if not self._config.enforce_eager:
             # Graphs need as much memory of their own as the largest step.
             peak += largest - resting

@@ -33,8 +33,15 @@ from ..batch import STEPS_IN_FLIGHT, PersistentBatch
 from ..graphs.recorder import Recorder
 from ..kv_cache.allocation import bind_cache, form_cache_groups
 from ..kv_cache.formats import QUANTIZED_WRITES, CacheFormats, choose_formats
-from ..kv_cache.memory import CacheDemand, bytes_per_block, bytes_per_token, num_kv_blocks
+from ..kv_cache.memory import (
+    CacheDemand,
+    bytes_per_block,
+    bytes_per_token,
+    num_kv_blocks,
+    zeros,
+)
 from ..kv_cache.scales import to_be_scaled, unscaled
+from ..mapped.regions import MappedMemory
 from ..parts.adapters import AdaptersStart
 from ..parts.part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
 from ..parts.speculation import backend_refusal
@@ -76,6 +83,8 @@ class StartedWorker:
     """None: not recorded."""
     unscaled: list[Attention] = field(default_factory=list)
     """Layers whose cache scales the first step computes, before recording."""
+    mapped: MappedMemory | None = None
+    """What weights and caches are in; None: in torch's memory."""
 
 
 class WorkerStart:
@@ -90,9 +99,10 @@ class WorkerStart:
         device: torch.device,
         recorder: Callable[[], Recorder | None],
         notify: Callable[[], None],
+        mapped: MappedMemory | None = None,
     ) -> None:
         """`config`: resolved. recorder: makes a recorder, or None. notify: KV transfers have a
-        report; from any thread.
+        report; from any thread. mapped: what weights and caches go into; None: torch's memory.
         """
         assert config.max_num_batched_tokens is not None
         self.config = config
@@ -103,6 +113,8 @@ class WorkerStart:
         self._max_num_batched_tokens: int = config.max_num_batched_tokens
         self._recorder = recorder
         self._notify = notify
+        self._mapped = mapped
+        self._zeros = zeros if mapped is None else mapped.zeros
         self._began = time.monotonic()
 
     @torch.inference_mode()
@@ -115,7 +127,7 @@ class WorkerStart:
             )
         if device.type == "cpu" or self.ranks.size > 1:
             _leave_a_core_for_the_loop(self.ranks.size)
-        room = CacheRoom(self.config, self.ranks, device)
+        room = CacheRoom(self.config, self.ranks, device, self._mapped)
         if device.type == "cuda":
             torch.cuda.set_device(device)
             torch.cuda.reset_peak_memory_stats(device)
@@ -131,6 +143,8 @@ class WorkerStart:
         with self.plugins["operations"].calling(name, "its constructor"):
             operations = operations_class()
         model = build_model(self.plugins, self.config, model_config, device, operations, self.ranks)
+        if self._mapped is not None:
+            self._mapped.move(model)
         self._tensors = ModelTensors.of(model)
         if device.type == "cuda":
             # Memory needed only during loading (rounding, repacking) does not count for a step.
@@ -169,7 +183,7 @@ class WorkerStart:
             steps_in_flight=STEPS_IN_FLIGHT,
             parts=tuple(part.name for part in runner.parts),
         )
-        return StartedWorker(info, runner, operations, warmup, self._tensors)
+        return StartedWorker(info, runner, operations, warmup, self._tensors, mapped=self._mapped)
 
     def _start_decoder(
         self, model: nn.Module, operations: Operations, operations_name: str, room: CacheRoom
@@ -258,7 +272,9 @@ class WorkerStart:
             )  # fmt: skip
         graphs = self._graphs(runner)
         warmup = self._warmup(runner)
-        caches = bind_cache(layers, groups, 2, config.block_size, kv_dtype, device, own_blocks)
+        caches = bind_cache(
+            layers, groups, 2, config.block_size, kv_dtype, device, own_blocks, self._zeros
+        )
         self._bind(starts, caches)
         with self.ranks.pause():
             # How much there is to compile depends on this host's files.
@@ -269,8 +285,9 @@ class WorkerStart:
         if config.max_model_len == "auto":
             fitting = min(length, demand.longest_of(num_blocks))
         caches = bind_cache(
-            layers, groups, num_blocks, config.block_size, kv_dtype, device, own_blocks
-        )
+            layers, groups, num_blocks, config.block_size, kv_dtype, device, own_blocks,
+            self._zeros,
+        )  # fmt: skip
         self._bind(starts, caches)
         warmup.warm_up()
         for part in runner.parts:
@@ -300,8 +317,9 @@ class WorkerStart:
             **facts,
         )
         return StartedWorker(
-            info, runner, operations, warmup, self._tensors, caches, graphs, first_scaled
-        )
+            info, runner, operations, warmup, self._tensors, caches, graphs, first_scaled,
+            self._mapped,
+        )  # fmt: skip
 
     def _backend(self, chosen: ChosenBackend, max_model_len: int, num_rows: int) -> PagedBackend:
         with self.plugins[chosen.kind].calling(chosen.name, "its constructor"):
@@ -356,7 +374,8 @@ class WorkerStart:
     ) -> StartContext:
         return StartContext(
             config=self.config, model_config=self.model_config, plugins=self.plugins,
-            ranks=self.ranks, device=self.device, model=model, operations=operations, **layers,
+            ranks=self.ranks, device=self.device, model=model, operations=operations,
+            mapped=self._mapped, **layers,
         )  # fmt: skip
 
     def _batch(

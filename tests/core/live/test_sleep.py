@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import Conflict, EnginePaused, InvalidRequest
-from jackfield.core.live.engine_jobs import ReportMemoryUse, Sleep, WakeUp
+from jackfield.core.live.engine_jobs import ReportMemoryUse, ResetPrefixCache, Sleep, WakeUp
 from jackfield.core.registry import load_plugins
 
 from helpers import make_checkpoint
@@ -118,6 +118,8 @@ async def test_weights_and_caches_wake_one_after_the_other(
         await said(engine)
     tensors = load_file(folders[1] / "model.safetensors")
     await engine.update_weights(tensors.items(), version="sent")
+    forgotten = await engine.ask_live(ResetPrefixCache(reset_running_requests=True))
+    assert forgotten["success"], "the sleep has done it"
     answer = await engine.wake_up(["kv_cache"])
     assert not answer["is_sleeping"] and answer["weights_version"] == "sent"
     assert await said(engine) == want
@@ -167,8 +169,7 @@ async def test_what_makes_no_sense_is_refused(
             await engine.sleep()
     assert not (await engine.wake_up())["is_sleeping"], "it was awake"
     await engine.sleep()
-    for call in (engine.sleep(), engine.resume_generation(), engine.pause_generation("keep"),
-                 engine.reset_prefix_cache(reset_running_requests=True)):  # fmt: skip
+    for call in (engine.sleep(), engine.resume_generation(), engine.pause_generation("keep")):
         with pytest.raises(Conflict, match="the engine sleeps"):
             await call
     await engine.wake_up()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -123,21 +125,33 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-async def by_group(engine: AsyncEngine, _: Path, tensors: Tensors, packed_bytes: int = 0) -> Any:
-    """From another member of a group, as a trainer would be; here it is a thread."""
-    port, failed = free_port(), []
-    size = 1 + engine.info.num_ranks
-    parts = [
+def parts_of(tensors: Tensors) -> list[TensorPart]:
+    return [
         TensorPart(name, str(t.dtype).removeprefix("torch."), tuple(t.shape))
         for name, t in tensors.items()
     ]
 
+
+async def by_group(
+    engine: AsyncEngine,
+    _: Path,
+    tensors: Tensors,
+    packed_bytes: int = 0,
+    buffers: list[torch.Tensor] | None = None,
+) -> Any:
+    """From another member of a group, as a trainer would be; here it is a thread. buffers: what it
+    sends in place of the tensors."""
+    port, failed = free_port(), []
+    size = 1 + engine.info.num_ranks
+    parts = parts_of(tensors)
+
     def send() -> None:
         try:
+            packed = 0 if buffers else packed_bytes
             group = BroadcastGroup(
-                "127.0.0.1", port, 0, size, torch.device("cpu"), packed_bytes=packed_bytes
+                "127.0.0.1", port, 0, size, torch.device("cpu"), packed_bytes=packed
             )
-            group.send(tensors.items())
+            group.send((("", each) for each in buffers) if buffers else tensors.items())
             ready.wait(60)
             group.close()
         except Exception as error:
@@ -162,7 +176,63 @@ async def by_packed_group(engine: AsyncEngine, folder: Path, tensors: Tensors) -
     return await by_group(engine, folder, tensors, packed_bytes=20_000)
 
 
-WAYS: list[Callable[..., Any]] = [by_files, by_tensors, by_group, by_packed_group]
+TORCH_GROUP = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from safetensors.torch import load_file
+
+port, size, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+limit = timedelta(seconds=60)
+store, rank, _ = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, size, timeout=limit))
+store = c10d.PrefixStore("weights", store)
+group, _ = c10d._new_process_group_helper(
+    size, rank, [], "gloo", store, group_name="weights", timeout=limit
+)
+c10d._world.pg_group_ranks[group] = {member: member for member in range(size)}
+for tensor in load_file(file).values():
+    dist.broadcast(tensor, src=0, group=group)
+sys.stdin.read()
+"""
+"""A trainer as those of SGLang's servers are: its group is one of torch's own."""
+
+
+async def by_torch_group(engine: AsyncEngine, folder: Path, tensors: Tensors) -> Any:
+    port, size, file = free_port(), 1 + engine.info.num_ranks, folder / "model.safetensors"
+    trainer = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", TORCH_GROUP, str(port), str(size), str(file),
+        stdin=asyncio.subprocess.PIPE, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    try:
+        await engine.ask_live(JoinGroup(host="127.0.0.1", port=port, world_size=size, timeout=60))
+        async with await engine.begin_weight_update() as update:
+            await update.receive(parts_of(load_file(file)))
+            answer = await update.commit()
+        await engine.ask_live(LeaveGroup())
+    finally:
+        await trainer.communicate(b"")
+    assert trainer.returncode == 0
+    return answer
+
+
+async def by_buffers_of_vllm(engine: AsyncEngine, folder: Path, tensors: Tensors) -> Any:
+    """Joined as vLLM 0.33 joins them: a buffer ends once it is longer than the bound."""
+    buffers, together = [], b""
+    for tensor in tensors.values():
+        together += tensor.numpy().tobytes()
+        if len(together) > 20_000:
+            buffers.append(torch.frombuffer(bytearray(together), dtype=torch.uint8))
+            together = b""
+    if together:
+        buffers.append(torch.frombuffer(bytearray(together), dtype=torch.uint8))
+    assert 2 < len(buffers) < len(tensors) - 2
+    return await by_group(engine, folder, tensors, packed_bytes=20_000, buffers=buffers)
+
+
+WAYS: list[Callable[..., Any]] = [
+    by_files, by_tensors, by_group, by_packed_group, by_buffers_of_vllm, by_torch_group,
+]  # fmt: skip
 RANKS: list[dict[str, Any]] = [
     {},
     {"tensor_parallel_size": 2, "executor": "rank_threads"},

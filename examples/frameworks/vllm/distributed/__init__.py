@@ -1,0 +1,1 @@
+"""What spans processes, where vLLM has it."""

@@ -1,0 +1,1 @@
+"""The sending side of weight updates, where vLLM has it."""

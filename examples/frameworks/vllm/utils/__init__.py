@@ -1,0 +1,1 @@
+"""Helpers, where vLLM has them."""
