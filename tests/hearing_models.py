@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,43 +51,56 @@ class Family(NamedTuple):
     """Part of the names of weights that are larger, so that recordings differ."""
 
 
-def by_processor(
-    kind: str, token: str, **options: Any
+def by_hand(
+    token: str, rows: Callable[[int], int], mask: str, window: int | None, **options: Any
 ) -> Callable[[Path], Callable[..., dict[str, Any]]]:
-    """Return what `Family.reference` is: by what a processor of `transformers` writes for each
-    recording, also where it takes one per text. options: of its processing."""
+    """Return what `Family.reference` is, as the processors of `transformers` are described: they
+    differ by version. rows: of a window's frames; mask: what the model calls that of true frames;
+    window: samples; options: of the extractor."""
 
     def reference(folder: Path) -> Callable[..., dict[str, Any]]:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
         extractor: Any = transformers.AutoFeatureExtractor.from_pretrained(folder)
-        own = SimpleNamespace(
-            feature_extractor=extractor,
-            tokenizer=tokenizer,
-            audio_token=token,
-            max_audio_len=600,
-        )
-        processor: Any = getattr(transformers, kind)
-        for name in ("_process_audio", "_get_audio_token_length", "replace_audio_token"):
-            if hasattr(processor, name):
-                setattr(own, name, MethodType(getattr(processor, name), own))
 
         def process(images: Any, text: str, return_tensors: str) -> dict[str, Any]:
             first, *others = text.split(token)
             data: dict[str, Any] = {}
             if images:
-                data, replaced = own._process_audio(
-                    list(images), sampling_rate=RATE, return_attention_mask=True,
-                    return_tensors="pt", **options,
+                pieces = [
+                    [sound[at : at + (window or len(sound))]
+                     for at in range(0, len(sound), window or len(sound))]
+                    for sound in images
+                ]  # fmt: skip
+                made = extractor(
+                    [piece for own in pieces for piece in own], sampling_rate=RATE,
+                    return_attention_mask=True, return_tensors="pt", **options,
                 )  # fmt: skip
-                for words, sound in zip(others, replaced, strict=True):
-                    first += sound + words
-            inputs = tokenizer(first, return_tensors="pt", add_special_tokens=False)
-            kept = {name: value for name, value in data.items() if name != "num_audio_tokens"}
-            return {**inputs, **kept}
+                data = {"input_features": made["input_features"], mask: made["attention_mask"]}
+                counts = iter([rows(frames) for frames in data[mask].sum(-1).tolist()])
+                for words, own in zip(others, pieces, strict=True):
+                    first += token * sum(next(counts) for _ in own) + words
+            return {**tokenizer(first, return_tensors="pt", add_special_tokens=False), **data}
 
         return process
 
     return reference
+
+
+def means_of_two(frames: int) -> int:
+    """Rows of a convolution that skips every other frame, two by two."""
+    return (-(-frames // 2)) // 2
+
+
+def four_by_four(frames: int) -> int:
+    return (-(-frames // 2)) // 4
+
+
+def in_seconds(frames: int) -> int:
+    """13 rows per 100 frames; three convolutions skip every other one of the rest."""
+    rest = frames % 100
+    for _ in range(3):
+        rest = -(-rest // 2)
+    return frames // 100 * 13 + rest
 
 
 def voxtral(folder: Path) -> Callable[..., dict[str, Any]]:
@@ -155,7 +168,9 @@ FAMILIES: dict[str, Family] = {
         {"text_config": QWEN, "audio_config": BART, "audio_token_index": 300},
         EXTRACTOR, ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
         "<|audio_bos|><|AUDIO|><|audio_eos|>",
-        by_processor("Qwen2AudioProcessor", "<|AUDIO|>"), most_seconds=1,
+        by_hand(
+            "<|AUDIO|>", means_of_two, "feature_attention_mask", None, padding="max_length"
+        ), most_seconds=1,
     ),
     "VoxtralForConditionalGeneration": Family(
         {
@@ -172,7 +187,7 @@ FAMILIES: dict[str, Family] = {
             "audio_token_id": 300,
         },
         EXTRACTOR, ("<sound>",), "<sound>",
-        by_processor("AudioFlamingo3Processor", "<sound>"),
+        by_hand("<sound>", means_of_two, "input_features_mask", RATE),
     ),
     "GlmAsrForConditionalGeneration": Family(
         {
@@ -181,7 +196,7 @@ FAMILIES: dict[str, Family] = {
             "audio_token_id": 300,
         },
         {**EXTRACTOR, "hop_length": 200}, ("<|pad|>",), "<|pad|>",
-        by_processor("GlmAsrProcessor", "<|pad|>"),
+        by_hand("<|pad|>", four_by_four, "input_features_mask", RATE),
     ),
     "Qwen3ASRForConditionalGeneration": Family(
         {
@@ -195,7 +210,10 @@ FAMILIES: dict[str, Family] = {
             "audio_token_id": 300,
         },
         {"feature_size": 16}, ("<|audio_pad|>",), "<|audio_pad|>",
-        by_processor("Qwen3ASRProcessor", "<|audio_pad|>", padding=True, truncation=False),
+        by_hand(
+            "<|audio_pad|>", in_seconds, "input_features_mask", None, padding=True,
+            truncation=False,
+        ),
         "Qwen3ASRFeatureExtractor",
     ),
     "GraniteSpeechForConditionalGeneration": Family(

@@ -27,6 +27,7 @@ PREFIXES = {
     "model.language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
+    "language_model.model.model.": "model.",  # As transformers 5.17 saves some.
     "language_model.": "",
     "thinker.model.": "model.",
     "thinker.lm_head.": "lm_head.",

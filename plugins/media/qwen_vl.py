@@ -106,7 +106,12 @@ class Qwen3Encoder(QwenEncoder):
 
     def rows(self, output: Any, count: int) -> Sequence[torch.Tensor]:
         first = super().rows(output, count)
-        levels = zip(first, *output.deepstack_features, strict=True)
+        sizes = [len(own) for own in first]
+        features = (
+            level.split(sizes) if isinstance(level, torch.Tensor) else level
+            for level in output.deepstack_features
+        )  # Some versions split them.
+        levels = zip(first, *features, strict=True)
         return [torch.cat(own, dim=-1) for own in levels]
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from hearing_models import RATE, sound
+from hearing_models import RATE, in_seconds, means_of_two, sound
 from safetensors.torch import save_file
 from seeing_models import MROPE, TEMPLATE, TEXT, picture, randomize, tokenizer_with
 
@@ -153,13 +153,8 @@ def expected(made: Made, name: str) -> tuple[int, list[int]]:
         inputs["input_features"] = features["input_features"]
         inputs["feature_attention_mask"] = features["attention_mask"]
         lens = features["attention_mask"].sum(-1)
-        if made.omni.kind == "Qwen2_5Omni":
-            from transformers.models.qwen2_5_omni import processing_qwen2_5_omni as processing
-        else:
-            from transformers.models.qwen3_omni_moe import (
-                processing_qwen3_omni_moe as processing,  # type: ignore[no-redef]
-            )
-        rows = processing._get_feat_extract_output_lengths(lens).tolist()
+        count = means_of_two if made.omni.kind == "Qwen2_5Omni" else in_seconds
+        rows = [count(frames) for frames in lens.tolist()]
     text = ""
     for piece in pieces:
         if piece == SEEN:
