@@ -162,7 +162,7 @@ def llama4_generate(own: Any, **inputs: Any) -> torch.Tensor:
     ids, pixels = inputs.pop("input_ids"), inputs.pop("pixel_values", None)
     embeds = own.get_input_embeddings()(ids)
     if pixels is not None:
-        states = own.get_image_features(pixel_values=pixels).last_hidden_state
+        states = own.vision_model(pixels).last_hidden_state
         rows = own.multi_modal_projector(states.flatten(0, 1))
         embeds = embeds.masked_scatter((ids == own.config.image_token_id)[..., None], rows)
     out = own.language_model.generate(inputs_embeds=embeds, **inputs)

@@ -55,8 +55,6 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         EXPERT_BALANCE: "it has no experts",
     },
     media.NAME: {
-        PIPELINE: "pictures are encoded on the first stage, and later ones do not know where they "
-        "stand yet; language_model_only serves text alone",
         RECORDING: "a recording has no pictures, so it could not be replayed; language_model_only "
         "serves text alone",
     },

@@ -55,7 +55,9 @@ class DerivedProcessor(ImageProcessor):
         names = kind.get_attributes()
         try:
             self._writer = kind.from_args_and_dict([made.get(name) for name in names], fields)
-            merged = self._writer._merge_kwargs(tokenizer_init_kwargs={}, return_tensors="pt")
+            merged = self._writer._merge_kwargs(
+                self._writer.valid_processor_kwargs, tokenizer_init_kwargs={}, return_tensors="pt"
+            )
             self._options = merged["images_kwargs"]
             self.image(Image.new("RGB", (64, 64)))
         except Exception as error:

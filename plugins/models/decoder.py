@@ -120,9 +120,9 @@ class Decoder(nn.Module):
         hidden = context.incoming
         if hidden is None:
             hidden = self.embed(input_ids, context.positions)
+            if context.media is not None:
+                hidden = context.media.embedded(hidden)
         media = context.media
-        if media is not None:
-            hidden = media.embedded(hidden)
         layers = self.stage_layers()
         last = layers.pop() if self.unfinished else None
         taps = None if context.precompiling else context.taps
