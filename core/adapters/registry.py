@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -47,6 +48,8 @@ from .finding import Finder
 logger = logging.getLogger("jackfield.adapters")
 K = TypeVar("K")
 T = TypeVar("T")
+MAX_LOADS = 4
+"""Adapters that are loaded at once by name: as many may be in host memory beside `max_cpu_loras`."""
 MAX_NAMES = 10_000
 """Adapters that are known by name; a list of them takes 50 ms."""
 
@@ -139,7 +142,9 @@ class AdapterRegistry:
         self._resolving: dict[str, asyncio.Task[Adapter]] = {}
         self._requested: dict[LoadAdapter, asyncio.Task[Adapter]] = {}
         """Loads of adapters that requests bring."""
-        self._loading = asyncio.Lock()
+        self._loading = asyncio.Semaphore(MAX_LOADS)
+        self._names: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        """(owner, name) → held while it is loaded."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._settles: set[int] = set()
         self.num_waiting = 0
@@ -290,11 +295,12 @@ class AdapterRegistry:
         )]  # fmt: skip
 
     async def _load(self, job: LoadAdapter) -> Adapter:
-        """Load an adapter by name, one at a time."""
+        """Load an adapter by name: those of one name one after another, of several together."""
         name = check_adapter_name(job.name, self._config.served_names)
         if not job.path:
             raise InvalidRequest("lora_path: must not be empty", param="lora_path")
-        async with self._loading:
+        lock = self._names.setdefault((job.owner, name), asyncio.Lock())
+        async with lock, self._loading:
             present = self._adapters.get((job.owner, name))
             if present is not None and not job.load_inplace:
                 raise InvalidRequest(
@@ -303,18 +309,19 @@ class AdapterRegistry:
                     param="lora_name",
                 )
             if present is None:
-                self._check_owned(job)
-                self._check_room()
+                self._check_new(job)
             form = await self._finder.format_at(job.path)
             self._num_reading += 1  # Without waiting for room.
             loaded = await self._read(job.path, form)
             present = self._adapters.get((job.owner, name))
-            if job.pinned and not (present is not None and present.pinned):
-                try:
+            try:
+                if present is None:  # Others may have been loaded meanwhile.
+                    self._check_new(job)
+                if job.pinned and not (present is not None and present.pinned):
                     self._check_pin(name, loaded)
-                except InvalidRequest:
-                    self._drop(loaded)
-                    raise
+            except InvalidRequest:
+                self._drop(loaded)
+                raise
             parent = job.parent or self._config.served_names[0]
             if present is None:
                 present = Adapter(name, job.path, form, parent, job.owner)
@@ -420,6 +427,11 @@ class AdapterRegistry:
 
     def _add(self, adapter: Adapter) -> None:
         self._adapters[adapter.owner, adapter.name] = adapter
+
+    def _check_new(self, job: LoadAdapter) -> None:
+        """Raise InvalidRequest if there is no room for one more name."""
+        self._check_owned(job)
+        self._check_room()
 
     def _check_owned(self, job: LoadAdapter) -> None:
         """Raise InvalidRequest if an owner may have no further adapter."""

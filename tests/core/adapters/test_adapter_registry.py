@@ -613,3 +613,41 @@ async def test_a_load_goes_on_without_who_asked_for_it(tmp_path: Path) -> None:
     while "a" not in await house.cards():
         await asyncio.sleep(0)
     assert (await house.cards())["a"].nbytes == 100
+
+
+async def test_several_are_read_at_once_and_those_of_a_name_one_after_another(
+    tmp_path: Path,
+) -> None:
+    house = House(tmp_path, max_cpu_loras=16)
+    house.worker.gate.clear()
+    for number in range(registry.MAX_LOADS + 2):
+        house.put(f"a{number}")
+    loads = [asyncio.ensure_future(house.load("a0")), asyncio.ensure_future(house.load("a0"))]
+    loads += [
+        asyncio.ensure_future(house.load(f"a{number}"))
+        for number in range(1, registry.MAX_LOADS + 2)
+    ]
+    while len(house.worker.reads) < registry.MAX_LOADS:
+        await asyncio.sleep(0.01)
+    await settled()
+    assert sorted(house.worker.reads) == [f"a{number}" for number in range(registry.MAX_LOADS)]
+    house.worker.gate.set()
+    results = await asyncio.gather(*loads, return_exceptions=True)
+    refused = [result for result in results if isinstance(result, InvalidRequest)]
+    assert len(refused) == 1 and "loaded already" in str(refused[0])
+    assert len(await house.cards()) == registry.MAX_LOADS + 2
+    await house.registry.close()
+
+
+async def test_those_that_are_read_together_are_no_more_than_may_be_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "MAX_NAMES", 3)
+    house = House(tmp_path, max_cpu_loras=16)
+    names = [f"a{number}" for number in range(5)]
+    for name in names:
+        house.put(name)
+    results = await asyncio.gather(*map(house.load, names), return_exceptions=True)
+    assert sum(isinstance(result, InvalidRequest) for result in results) == 2
+    assert len(house.worker.held) == 3, "what found no room was dropped"
+    await house.registry.close()
