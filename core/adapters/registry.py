@@ -49,7 +49,7 @@ logger = logging.getLogger("jackfield.adapters")
 K = TypeVar("K")
 T = TypeVar("T")
 MAX_LOADS = 4
-"""Adapters that are loaded at once by name: as many may be in host memory beside `max_cpu_loras`."""
+"""Adapters that are loaded by name at once, beside `max_cpu_loras` in host memory."""
 MAX_NAMES = 10_000
 """Adapters that are known by name; a list of them takes 50 ms."""
 
