@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+import numpy as np
 
 from .errors import InvalidRequest, JackfieldError, RequestFailed
 from .pooling_params import PoolingOutput
@@ -62,6 +63,11 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """The stop token id or stop string that ended it; None for EOS and all other reasons."""
     weight_versions: list[WeightSpan] = []
     """Which weights sampled its tokens, once it has ended."""
+    routed_experts: np.ndarray | None = None
+    """[prompt and output tokens but the last, which was not computed; layers with a mixture; top_k]
+    uint8 or uint16: the experts that computed each token, by descending score, once it has ended.
+    Those of cached prompt tokens are what was chosen when they were computed. None without
+    `EngineConfig.enable_return_routed_experts`."""
 
 
 class RequestTimings(msgspec.Struct, kw_only=True):

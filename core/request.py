@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from .lora_request import AdapterRef
 from .outputs import DraftUsage, FinishReason, KVCompressionUsage
@@ -112,6 +113,8 @@ class Request:
     weight_versions: tuple[tuple[int, str], ...] = ()
     """(number of output tokens, version of the weights that sampled the tokens from there on), in
     order."""
+    routed_experts: np.ndarray | None = None
+    """[tokens computed, layers, top_k] What routers chose, set at its end; None: it is not kept."""
     draft_usage: DraftUsage | None = None
     """Its drafts that were verified; None: none yet."""
     num_dropped_tokens: int = 0

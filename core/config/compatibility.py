@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 from ..cache.level_options import chooses
 from ..errors import ConfigError
-from ..parts import adapters, exclusions, kv_compression, kv_transfer, speculation
+from ..parts import (
+    adapters,
+    exclusions,
+    kv_compression,
+    kv_transfer,
+    routed_experts,
+    speculation,
+)
 from ..parts.exclusions import check_exclusions
 from .parallel_options import IN_PLACE
 
@@ -41,6 +48,7 @@ def active_capabilities(config: EngineConfig) -> list[str]:
         exclusions.KV_LEVELS: config.kv_compression_levels is not None,
         kv_transfer.NAME: config.kv_transfer_config is not None,
         adapters.NAME: config.enable_lora,
+        routed_experts.NAME: config.enable_return_routed_experts,
         exclusions.TENSOR_PARALLEL: config.tensor_parallel_size > 1,
         exclusions.PIPELINE: config.pipeline_parallel_size > 1,
         exclusions.DATA_PARALLEL: config.data_parallel_size > 1,

@@ -57,6 +57,13 @@ class OutputOptions(ParallelOptions, frozen=True, kw_only=True):
             "operations=torch."
         ),
     ] = "raw_logprobs"
+    enable_return_routed_experts: Annotated[
+        bool,
+        doc(
+            "Return with each output which experts the routers of a mixture chose for its tokens, "
+            "for trainers that replay them. They are kept in host memory for all cached tokens."
+        ),
+    ] = False
     logits_processors: Annotated[
         tuple[Name, ...] | None,
         doc(

@@ -10,6 +10,7 @@ from contextvars import Context
 from itertools import count
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from ..output_parsing.output_text import OutputText
@@ -149,7 +150,15 @@ class Completion:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             weight_versions=[] if self.finish_reason is None else self._weight_versions(),
+            routed_experts=None if self.finish_reason is None else self._routed_experts(),
         )
+
+    def _routed_experts(self) -> np.ndarray | None:
+        """Return the choices of the tokens, of which late ones may have been dropped."""
+        routed, prompt = self.request.routed_experts, len(self.request.prompt_token_ids)
+        if routed is None:
+            return None
+        return routed[: max(prompt + len(self.token_ids) - 1, 0)]
 
     def _weight_versions(self) -> list[WeightSpan]:
         """Return which weights sampled the tokens, of which late ones may have been dropped."""

@@ -7,7 +7,14 @@ from ..config.compatibility import active_capabilities
 from ..config.speculative_config import SpeculativeConfig
 from ..errors import ConfigError, PluginError
 from ..loading.model_config import MediaConfig
-from ..parts import adapters, encoder_decoder, kv_compression, media, speculation
+from ..parts import (
+    adapters,
+    encoder_decoder,
+    kv_compression,
+    media,
+    routed_experts,
+    speculation,
+)
 from ..parts.exclusions import check_exclusions
 from ..protocols.executors import ExecutorInfo
 from ..protocols.parts import PartSetup, StepPart
@@ -22,6 +29,7 @@ from ..scheduling.parts.kv_transfer import KVTransfer
 from ..scheduling.parts.media import Media
 from ..scheduling.parts.part import PartMaker, PartServices, SchedulerPart
 from ..scheduling.parts.pipeline import Pipeline
+from ..scheduling.parts.routed_experts import RoutedExperts
 from ..scheduling.parts.speculation import Speculation
 from ..scheduling.parts.states import States
 
@@ -66,6 +74,12 @@ def scheduler_parts(
         parts.append(KVCompression.maker(rule, info.block_bytes))
     if info.num_snapshots and info.num_blocks:
         parts.append(States)
+    if config.enable_return_routed_experts:
+        _check(
+            config, info, routed_experts.NAME, "enable_return_routed_experts", "reads no routers"
+        )
+        assert info.routed_experts is not None, "its part says what it keeps"
+        parts.append(RoutedExperts.maker(info.routed_experts, info.num_blocks))
     if encoder_decoder.NAME in info.parts:
         parts.append(EncoderDecoder.maker(max_model_len))
     if media_config is not None or config.enable_prompt_embeds:

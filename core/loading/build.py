@@ -146,6 +146,7 @@ def construct_model(
         defer_weights=method is not None,
         ranks=ranks,
         unit=getattr(method, "unit", 1),
+        every_token=config.enable_return_routed_experts,
         redundant_experts=config.eplb_config.num_redundant_experts if config.enable_eplb else None,
     )
     divides = bool(getattr(architecture, "tensor_parallel", False))

@@ -40,6 +40,9 @@ class BuildContext:
     unit: int = 1
     """Inner features of an MLP that a quantization method stores together: ranks get whole ones."""
 
+    every_token: bool = False
+    """All layers compute all tokens, also where only those that sample are needed: something else
+    than a later layer reads what is computed."""
     redundant_experts: int | None = None
     """Copies of a layer's experts, beyond one each, that are placed by load; None: experts stay
     where they are loaded."""

@@ -142,6 +142,8 @@ class Experts(nn.Module):
         """Where the experts are by now; None: where they were loaded."""
         self.exchange: ExpertExchange | None = None
         """How tokens come to the ranks of their experts; None: this rank has all tokens."""
+        self.chosen: torch.Tensor | None = None
+        """[most tokens, top_k] Where the experts of a step's tokens are noted, if they are read."""
         if self.share is not None:
             check_features(build.operations, frozenset({"experts.foreign"}))
             if build.ranks.all2all is not None:
@@ -172,6 +174,10 @@ class Experts(nn.Module):
 
     def local(self, routing: Routing) -> Routing:
         """Number a routing's experts as this rank holds them."""
+        if self.chosen is not None:
+            # A recorded step may have more tokens than a step, as padding.
+            count = min(len(routing.experts), len(self.chosen))
+            self.chosen[:count].copy_(routing.experts[:count])
         if self.share is None:
             return routing
         if self.balance is not None:
@@ -248,6 +254,8 @@ class SparseMLP(nn.Module):
         if not gated or activation == GELU:
             self.activation = "gelu" if gated else "relu2"
         self.rule = rule
+        self.num_choices = num_experts
+        """Experts that a token may choose, those that compute nothing included."""
         self.operations, self.ranks = build.operations, build.ranks
 
     def forward(

@@ -6,7 +6,16 @@ from collections.abc import Collection, Mapping
 from itertools import combinations
 
 from ..errors import ConfigError
-from . import adapters, encoder_decoder, kv_compression, kv_transfer, media, speculation, states
+from . import (
+    adapters,
+    encoder_decoder,
+    kv_compression,
+    kv_transfer,
+    media,
+    routed_experts,
+    speculation,
+    states,
+)
 
 TENSOR_PARALLEL = "tensor_parallel"
 PIPELINE = "pipeline"
@@ -22,6 +31,7 @@ OPTIONS: Mapping[str, str] = {
     kv_compression.NAME: "kv_compression",
     kv_transfer.NAME: "kv_transfer_config",
     adapters.NAME: "enable_lora",
+    routed_experts.NAME: "enable_return_routed_experts",
     TENSOR_PARALLEL: "tensor_parallel_size",
     PIPELINE: "pipeline_parallel_size",
     DATA_PARALLEL: "data_parallel_size",
@@ -66,6 +76,12 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
     CALCULATED_SCALES: {
         kv_transfer.NAME: "keys and values from elsewhere were cached with other scales",
         encoder_decoder.NAME: "keys and values of sources are kept in the model's type",
+    },
+    routed_experts.NAME: {
+        kv_transfer.NAME: "what a KV connector loads was routed elsewhere",
+        kv_compression.NAME: "the places of compacted tokens say nothing of their routing",
+        encoder_decoder.NAME: "it has no experts",
+        PIPELINE: "the routers of other stages are not read",
     },
     BATCH_INVARIANT: {
         kv_compression.NAME: "which tokens are kept depends on scores, whose sums do not have one "

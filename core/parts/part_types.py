@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..step import StepPlan, StepResult
-from . import adapters, encoder_decoder, kv_compression, kv_transfer, media, speculation, states
+from . import (
+    adapters,
+    encoder_decoder,
+    kv_compression,
+    kv_transfer,
+    media,
+    routed_experts,
+    speculation,
+    states,
+)
 
 
 class SentTypes(NamedTuple):
@@ -32,6 +41,7 @@ BUILTIN: dict[str, SentTypes] = {
     ),
     kv_transfer.NAME: SentTypes(plan=kv_transfer.TransferPlan, result=kv_transfer.TransferResult),
     media.NAME: SentTypes(plan=media.MediaPlan, start=media.SlotMedia),
+    routed_experts.NAME: SentTypes(result=routed_experts.RoutedTokens),
     speculation.NAME: SentTypes(
         plan=speculation.DraftPlan, result=speculation.DraftResult, start=speculation.DraftStart
     ),

@@ -10,6 +10,7 @@ import msgspec
 
 from ..cache.groups import ONE_GROUP, CacheGroup
 from ..cache.level_options import LevelFormat
+from ..parts.routed_experts import RoutedShape
 from ..step import InProcess, StepPlan, StepResult, WorkerJob
 
 if TYPE_CHECKING:
@@ -172,6 +173,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_snapshots: int | None = None
     """Snapshots of states that there is room for; 0: prefixes of models with states are not shared.
     None: layers keep no states, so that blocks alone hold a prefix."""
+    routed_experts: RoutedShape | None = None
+    """What is kept of each token's routing; None: nothing."""
     max_model_len: int | None = None
     """Tokens of the longest sequence that fits in the cache, where `EngineConfig.max_model_len` is
     auto; None: the model's context."""

@@ -17,6 +17,7 @@ from ..live.engine_jobs import LiveJob
 from ..lora_request import AdapterJob
 from ..metrics.merge import Family
 from ..outputs import DraftUsage, EngineStats, FinishReason, KVCompressionUsage
+from ..parts.routed_experts import RoutedArray
 from ..pooling_params import PooledRow
 from ..protocols.executors import ExecutorInfo
 from ..request import RequestSpec
@@ -169,6 +170,8 @@ class Change(msgspec.Struct, omit_defaults=True, kw_only=True):
     draft_usage: DraftUsage | None = None
     weight_versions: tuple[tuple[int, str], ...] = ()
     """`Request.weight_versions`."""
+    routed_experts: RoutedArray | None = None
+    """`Request.routed_experts`."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from ..engine.pooling import Pooled, PoolingState
 from ..engine.request_state import Completion, RequestState
 from ..outputs import FinishReason
+from ..parts.routed_experts import RoutedArray
 from ..request import Request, Update
 from ..step import TokenLogprobs
 from .channel import Channel
@@ -145,6 +146,7 @@ class ForwardedCompletion(Completion):
             change.compression_usage = self.request.compression_usage
             change.draft_usage = self.request.draft_usage
             change.weight_versions = self.request.weight_versions
+            change.routed_experts = RoutedArray.of(self.request.routed_experts)
 
 
 class ForwardedState(RequestState):

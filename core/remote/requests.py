@@ -244,6 +244,8 @@ class RemoteRequests:
             request.compression_usage = change.compression_usage
             request.draft_usage = change.draft_usage
             request.weight_versions = change.weight_versions
+            if change.routed_experts is not None:
+                request.routed_experts = change.routed_experts.array()
             if change.error is not None:
                 state.error, state.error_param = change.error, change.error_param
         if change.prompt_logprobs:

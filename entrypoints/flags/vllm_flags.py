@@ -196,7 +196,6 @@ MISSING: dict[str, str] = {
     "--enable-mm-embeds": _PICTURES,
     "--enable-nccl-comm-suspend": "connections between ranks last while an engine sleeps",
     "--enable-per-request-metrics": "responses have no metrics; GET /metrics has them in all",
-    "--enable-return-routed-experts": _AUXILIARY,
     "--enable-scale-out": "prompts are rendered and computed by one server",
     "--enable-trace-replay": "see --record-steps and `jackfield debug replay`",
     "--engram-config": "no model with such a memory is supported yet",

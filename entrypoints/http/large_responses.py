@@ -16,6 +16,8 @@ import msgspec
 from aiohttp import payload
 from aiohttp.abc import AbstractStreamWriter
 
+from ...core.outputs import CompletionOutput
+
 P = ParamSpec("P")
 T = TypeVar("T")
 FEW_VALUES = 4096
@@ -26,6 +28,12 @@ _builder = concurrent.futures.ThreadPoolExecutor(1, "jackfield-responses")
 """One thread: more would compete with the event loop for the interpreter lock."""
 _MARK = b'"%b"' % uuid.uuid4().hex.encode()
 """Placeholder for an array; random, so in no text."""
+
+
+def routed_size(completion: CompletionOutput) -> int:
+    """Return about how many values take as long as a completion's routed experts."""
+    routed = completion.routed_experts
+    return 0 if routed is None else int(routed.size) // 64
 
 
 async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -18,7 +18,7 @@ from ...core.engine.output_stream import OutputStream
 from ...core.errors import JackfieldError, RequestFailed
 from ...core.outputs import RequestOutput
 from .context import OPTIONS, encoder, error_body
-from .large_responses import FEW_VALUES, off_loop
+from .large_responses import FEW_VALUES, off_loop, routed_size
 from .request_log import mark_left
 
 T = TypeVar("T")
@@ -46,11 +46,13 @@ def named_frame(event: dict[str, Any]) -> bytes:
 
 
 def output_size(output: RequestOutput, first: bool) -> int:
-    """Return about how many log-probabilities an output has; the first also has the prompt's."""
+    """Return about how many log-probabilities an output has, or what takes as long; the first also
+    has the prompt's."""
     lists = [completion.logprobs for completion in output.outputs]
     if first:
         lists.append(output.prompt_logprobs)  # type: ignore[arg-type]
-    return sum(len(positions) * len(positions[-1] or ()) for positions in lists if positions)
+    size = sum(len(positions) * len(positions[-1] or ()) for positions in lists if positions)
+    return size + sum(map(routed_size, output.outputs))
 
 
 class Protocol(NamedTuple):

@@ -112,7 +112,7 @@ class Decoder(nn.Module):
         self.incoming_size = config.hidden_size
         """Width of what the stage before sends, `ForwardContext.incoming`."""
         if pipeline.last and config.pooling is None and type(self).forward is Decoder.forward:
-            self.unfinished = _divides(self.layers[-1])
+            self.unfinished = _divides(self.layers[-1]) and not build.every_token
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> HiddenStates:
         """[num_tokens] → [num_tokens, hidden_size], not normed; of this stage's layers. Where it is

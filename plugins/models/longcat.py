@@ -63,6 +63,7 @@ class IdentityMixture(SparseMLP):
             wide_router=True,
         )  # fmt: skip
         self.num_experts = num_experts
+        self.num_choices = num_experts + num_identities
         self.gate = Router(
             num_experts + num_identities, hf.hidden_size, build, score_bias=True, wide=True
         )

@@ -190,6 +190,7 @@ class ZayaMixture(SparseMLP):
             hf.num_experts, RoutingRule(1), hf.hidden_size, hf.moe_intermediate_size,
             hf.hidden_act, build, score_bias=True,
         )  # fmt: skip
+        self.num_choices = hf.num_experts + 1
         self.gate = ZayaRouter(hf, layer, build)
         for field, part in (
             ("all2all_backend", self.experts.exchange), ("enable_eplb", self.experts.balance)

@@ -47,6 +47,9 @@ def kv_layout(
         "layers": msgspec.to_builtins(layers),
         "block_size": config.block_size,
     }
+    if config.batch_invariant:
+        # Other engines' blocks differ in the last bits.
+        facts["batch_invariant"] = device.type
     if ranks.tensor.size > 1:
         facts["rank"] = (ranks.tensor.rank, ranks.tensor.size)
     digest = blake2b(FORMAT, digest_size=32)

@@ -17,6 +17,7 @@ from ..parts.kv_transfer import KVTransferStart
 from ..parts.media import MediaStart
 from ..parts.part import PartStart, StartContext
 from ..parts.pipeline import PipelineStart
+from ..parts.routed_experts import RoutedExpertsStart
 from ..parts.speculation import SpeculationStart
 from ..parts.speculation import backend_refusal as speculation_refusal
 from ..parts.states import StatesStart, check_state_options, state_layers
@@ -54,6 +55,8 @@ def start_parts(start: StartContext, notify: Callable[[], None]) -> list[PartSta
         parts.append(MediaStart(start))
     if config.speculative_config is not None:
         parts.append(SpeculationStart(start))
+    if config.enable_return_routed_experts:
+        parts.append(RoutedExpertsStart(start))
     if start.ranks.pipeline.size > 1:
         parts.append(PipelineStart(start))
     if config.enable_lora:

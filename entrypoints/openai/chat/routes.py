@@ -13,13 +13,14 @@ from aiohttp import web
 from ....core.outputs import RequestOutput
 from ....core.text.token_limit import LONG_TEXT
 from ...http.context import ENGINE, OPTIONS, check_completions, new_id, reply
-from ...http.large_responses import off_loop
+from ...http.large_responses import off_loop, routed_size
 from ...http.streaming import stream_outputs
 from ..common.logprobs import num_logprobs, prompt_logprobs
 from ..common.openapi import documented
 from ..common.protocol import ChatRequest
 from ..common.request_body import Call, decode_body
 from ..common.response_schemas import ChatChunk, ChatResponse
+from ..common.routed_experts import check_routed_experts, routed_experts
 from .job import check_completion, new_job
 from .request import ChatCompletion
 from .stream import ChatStream
@@ -42,6 +43,7 @@ async def chat_response(call: Call, params: ChatRequest) -> dict[str, Any]:
 
 def _completion(app: web.Application, params: ChatRequest) -> ChatCompletion:
     options = app[OPTIONS]
+    check_routed_experts(app[ENGINE], params)
     id = new_id("chatcmpl", params.request_id)
     trusted = options.trust_request_chat_template
     job = new_job(app[ENGINE], params, id, trust_template=trusted)
@@ -93,6 +95,10 @@ async def full_response(chat: ChatCompletion) -> dict[str, Any]:
             choice_body["token_ids"] = completion.token_ids
         if chat.request.return_weight_versions:
             choice_body["weight_versions"] = completion.weight_versions
+        size = routed_size(completion)
+        routed = await off_loop(size, routed_experts, chat.request, completion)
+        if routed is not None:
+            choice_body["routed_experts"] = routed
         bodies.append(choice_body)
     body = chat.envelope("chat.completion", bodies)
     body["usage"] = chat.usage(output, choices)

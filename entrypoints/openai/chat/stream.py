@@ -15,6 +15,7 @@ from ....core.protocols.parsers import (
 )
 from ...http.streaming import Template, frame
 from ..common.logprobs import prompt_logprobs
+from ..common.routed_experts import routed_experts
 from .job import check_completion
 from .parsers import Choice
 from .request import ChatCompletion
@@ -83,7 +84,12 @@ class ChatStream:
                 spans = None
                 if chat.request.return_weight_versions:
                     spans = completion.weight_versions
-                frames.append(self._frame(index, {}, running, None, reason, end, versions=spans))
+                routed = routed_experts(chat.request, completion)
+                frames.append(
+                    self._frame(
+                        index, {}, running, None, reason, end, versions=spans, routed=routed
+                    )
+                )
         return frames
 
     def _event_frames(
@@ -160,6 +166,7 @@ class ChatStream:
         token_ids: list[int] | None = None,
         body: dict[str, Any] | None = None,
         versions: list[WeightSpan] | None = None,
+        routed: str | None = None,
     ) -> bytes:
         choice: dict[str, Any] = {
             "index": index,
@@ -173,6 +180,8 @@ class ChatStream:
             choice["token_ids"] = token_ids
         if versions is not None:
             choice["weight_versions"] = versions
+        if routed is not None:
+            choice["routed_experts"] = routed
         body = self._chat.envelope("chat.completion.chunk", [choice]) | (body or {})
         if running is not None:
             body["usage"] = running

@@ -139,6 +139,10 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
     return_token_ids: bool = False
     return_weight_versions: bool = False
     """Say of each choice which weights sampled which of its tokens."""
+    return_routed_experts: bool | None = None
+    """Say of each choice which experts computed its tokens; None: if the server keeps them."""
+    routed_experts_prompt_start: int = 0
+    """The first of these tokens."""
     return_tokens_as_token_ids: bool | None = None
     """None: as the server does."""
     kv_transfer_params: dict[str, Any] | None = None

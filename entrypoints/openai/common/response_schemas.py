@@ -135,6 +135,7 @@ class ChatChoice(Struct, kw_only=True):
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[WeightSpan] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
 
 
 class ChatResponse(Struct, kw_only=True):
@@ -187,6 +188,7 @@ class ChatChunkChoice(Struct, kw_only=True):
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[WeightSpan] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
 
 
 class ChatChunk(Struct, kw_only=True):
@@ -222,6 +224,7 @@ class CompletionChoice(Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[WeightSpan] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 

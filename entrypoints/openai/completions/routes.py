@@ -33,7 +33,7 @@ from ...http.context import (
     tokenizer_of,
     usage,
 )
-from ...http.large_responses import off_loop
+from ...http.large_responses import off_loop, routed_size
 from ...http.model_names import model_name
 from ...http.request_log import watched
 from ...http.streaming import Template, frame, output_size, stream, stream_outputs
@@ -42,6 +42,7 @@ from ..common.openapi import documented
 from ..common.protocol import CompletionRequest
 from ..common.request_body import Call, decode_body
 from ..common.response_schemas import CompletionChunk, CompletionResponse
+from ..common.routed_experts import check_routed_experts, routed_experts
 
 STARTED_AT_ONCE = 4
 """Prompts submitted per turn of the event loop."""
@@ -72,6 +73,7 @@ async def _completion(app: web.Application, params: CompletionRequest) -> TextCo
     params.check()
     model = model_name(engine, params.model)
     check_priority(engine, params.priority)
+    check_routed_experts(engine, params)
     text_completion = TextCompletion(engine, params, model)
     check_completions(len(text_completion.prompts), text_completion.params.n, app[OPTIONS])
     await text_completion.tokenize()
@@ -161,7 +163,7 @@ class TextCompletion:
         for number, output in enumerate(outputs):
             in_prompt = num_logprobs(output.prompt_logprobs)
             for completion in output.outputs:
-                size = in_prompt + num_logprobs(completion.logprobs)
+                size = in_prompt + num_logprobs(completion.logprobs) + routed_size(completion)
                 choice = await off_loop(size, self._choice, number, output, completion)
                 choices.append(choice)
         generated = sum(len(c.token_ids) for o in outputs for c in o.outputs)
@@ -237,6 +239,8 @@ class TextCompletion:
             choice["prompt_token_ids"] = output.prompt_token_ids if first else None
         if self.request.return_weight_versions and completion.finish_reason is not None:
             choice["weight_versions"] = completion.weight_versions
+        if (routed := routed_experts(self.request, completion)) is not None:
+            choice["routed_experts"] = routed
         self.offsets[index] = offset
         return choice
 

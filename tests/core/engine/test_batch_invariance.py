@@ -155,3 +155,20 @@ async def test_what_is_not_invariant_is_refused_by_name(
 async def test_without_the_option_nothing_is_slower(checkpoints: Any) -> None:
     async with engine_of(checkpoints("llama"), batch_invariant=False) as engine:
         assert engine.core.info.attention_backend == "torch"
+
+
+async def test_blocks_of_other_engines_are_not_loaded(checkpoints: Any) -> None:
+    """By a KV connector: they differ in the last bits."""
+    options = {
+        "kv_transfer_config": {
+            "kv_connector": "cpu_offload",
+            "kv_connector_extra_config": {"kv_offloading_size": 0.01},
+        }
+    }
+    fingerprints = []
+    for invariant in (True, True, False):
+        async with engine_of(checkpoints("llama"), batch_invariant=invariant, **options) as engine:
+            assert engine.info.kv_layout is not None
+            fingerprints.append(engine.info.kv_layout.fingerprint)
+    first, same, other = fingerprints
+    assert first == same != other

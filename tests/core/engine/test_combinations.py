@@ -23,6 +23,7 @@ from jackfield.core.parts import (
     kv_compression,
     kv_transfer,
     media,
+    routed_experts,
     speculation,
     states,
 )
@@ -57,6 +58,7 @@ HERE: dict[str, dict[str, Any]] = {
     states.NAME: {},
     encoder_decoder.NAME: {},
     media.NAME: {},
+    routed_experts.NAME: {"enable_return_routed_experts": True},
     RECORDING: {"record_steps": "plans"},
     CALCULATED_SCALES: {"calculate_kv_scales": True, "kv_cache_dtype": "fp8"},
     BATCH_INVARIANT: {"batch_invariant": True, "attention_backend": "torch_invariant"},
@@ -123,8 +125,12 @@ SEEING: dict[str, Any] = {
         "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
     },
 }  # fmt: skip
-for _text, _name in (("plain", media.NAME), (EXPERT_BALANCE, f"{media.NAME}-{EXPERT_BALANCE}")):
-    CONFIGS[_name] = {**SEEING, "text_config": CONFIGS[_text]}
+# Both need a mixture.
+CONFIGS[routed_experts.NAME] = CONFIGS[EXPERT_BALANCE]
+CONFIGS[f"{states.NAME}-{routed_experts.NAME}"] = CONFIGS[f"{states.NAME}-{EXPERT_BALANCE}"]
+CONFIGS[media.NAME] = {**SEEING, "text_config": CONFIGS["plain"]}
+for _name in (EXPERT_BALANCE, routed_experts.NAME):
+    CONFIGS[f"{media.NAME}-{_name}"] = {**SEEING, "text_config": CONFIGS[EXPERT_BALANCE]}
 
 
 def pairs(*, processes: bool, allowed: bool) -> list[tuple[str, str]]:

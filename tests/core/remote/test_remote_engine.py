@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from prometheus_client import Counter
 from prometheus_client.parser import text_string_to_metric_families
@@ -37,6 +38,8 @@ from jackfield.core.remote import server as remote_server
 from jackfield.core.remote.client import RemoteCore, remote_engine
 from jackfield.core.remote.frames import Abort, Hello, encode
 from jackfield.core.remote.server import EngineServer
+
+from helpers import make_checkpoint
 
 CONFIG: dict[str, Any] = {
     "device": "cpu",
@@ -587,3 +590,22 @@ async def test_a_process_of_another_user_is_refused(
         writer.close()
         await there.check_health()
         assert len(server.fronts) == 1
+
+
+async def test_routed_experts_come_through(tmp_path: Path) -> None:
+    """As the engine's own process has them, a whole array."""
+    model = str(make_checkpoint("mixtral", tmp_path / "model"))
+    options = {
+        "model": model, "skip_tokenizer_init": True, "reasoning_parser": None,
+        "tool_call_parser": None, "enable_return_routed_experts": True, "max_model_len": 64,
+    }  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    async with fronted(tmp_path, **options) as (server, (front,)):
+        assert front.info.routed_experts == server.core.info.routed_experts
+        remote = await final(front.generate([5, 6, 7], params))
+        routed = remote.outputs[0].routed_experts
+        assert routed.shape == (7, 3, 2) and routed.dtype == np.uint8
+        assert (routed[..., 0] != routed[..., 1]).all()
+    async with AsyncEngine(EngineConfig(**{**CONFIG, **options})) as engine:
+        own = await final(engine.generate([5, 6, 7], params))
+    assert np.array_equal(own.outputs[0].routed_experts, routed)
