@@ -107,6 +107,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "jackfield.core.nn.embedding": ("Embedding",),
         "jackfield.core.nn.media": ("MediaContext",),
         "jackfield.core.parts.media": ("PlacedItem",),
+        "jackfield.core.parts.routed_experts": ("RoutedShape",),
         "jackfield.core.nn.encoder": ("BidirectionalAttention",),
         "jackfield.core.nn.experts": ("SparseMLP",),
         "jackfield.core.nn.latent.layer": ("LatentAttention",),
