@@ -129,13 +129,13 @@ class MediaInput:
                 task.cancel()
 
     async def _content(self, source: MediaSource) -> MediaContent:
-        value, (modality, _, field) = source.value, source
+        value, (modality, _, field, detail) = source.value, source
         if isinstance(value, str):
             value = await self._fetcher.read(value, field, modality)
-        read = functools.partial(self._read, modality, value, field)
+        read = functools.partial(self._read, modality, value, field, detail)
         if not isinstance(value, bytes | bytearray | memoryview):
             return await self._on_thread(0, read)
-        key = await self._hashed(value, modality)
+        key = await self._hashed(value, modality, detail)
         if (kept := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
             return kept
@@ -151,11 +151,15 @@ class MediaInput:
             name = error.param or ""
             raise InvalidRequest(str(error).replace(name, field, 1), param=field) from None
 
-    async def _hashed(self, value: bytes | bytearray | memoryview, modality: str) -> bytes:
+    async def _hashed(
+        self, value: bytes | bytearray | memoryview, modality: str, detail: str
+    ) -> bytes:
         """Return the key of what was sent."""
 
         def key() -> bytes:
-            return blake2b(value, digest_size=32, person=modality.encode()).digest()
+            return blake2b(
+                value, digest_size=32, person=modality.encode(), salt=detail.encode()
+            ).digest()
 
         return key() if len(value) < LARGE else await asyncio.to_thread(key)
 
@@ -190,10 +194,10 @@ class MediaInput:
 
     # ------------------------------------------------------------ on a thread
 
-    def _read(self, modality: str, value: Any, field: str) -> MediaContent:
+    def _read(self, modality: str, value: Any, field: str, detail: str) -> MediaContent:
         """Decode and process an item. Raises InvalidRequest."""
         reader = self._readers[modality]
-        content = reader.content(value, field)
+        content = reader.content(value, field, detail)
         count = len(content.token_ids)
         if self._whole_spans and self._most_tokens is not None and count > self._most_tokens:
             raise InvalidRequest(

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+LOW_SIDE = 512
+"""Most pixels of a side with detail "low"."""
 NO_OPTIONS: Mapping[str, Any] = {}
 
 
@@ -35,10 +37,12 @@ class Reader:
         `EngineConfig.media_io_kwargs` for it."""
         self.processor = processor
 
-    def content(self, value: Any, field: str) -> MediaContent:
+    def content(self, value: Any, field: str, detail: str = "auto") -> MediaContent:
         """Return the item of bytes, or of what callers give in their place. Raises
         InvalidRequest."""
         item = self.decode(value, field)
+        if detail == "low":
+            item = self.smaller(item)
         try:
             processed = self.process(item)
         except JackfieldError:
@@ -54,6 +58,10 @@ class Reader:
     def decode(self, value: Any, field: str) -> Any:
         """Return the decoded item. Raises InvalidRequest."""
         raise NotImplementedError
+
+    def smaller(self, item: Any) -> Any:
+        """Return an item with less detail."""
+        return item
 
     def process(self, item: Any) -> ProcessedMedia:
         raise NotImplementedError
@@ -94,6 +102,10 @@ class ImageReader(Reader):
             f"{type(value).__name__}",
             param=field,
         )
+
+    def smaller(self, item: Image) -> Image:
+        item.thumbnail((LOW_SIDE, LOW_SIDE))
+        return item
 
     def process(self, item: Image) -> ProcessedMedia:
         processed: ProcessedMedia = self.processor.image(item)

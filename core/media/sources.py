@@ -9,6 +9,8 @@ import numpy as np
 
 from ..errors import InvalidRequest, shown
 
+DETAILS = ("auto", "low", "high", "original")
+"""How closely a picture is looked at: "low" makes it smaller, the others leave it as it is."""
 TEXTS = frozenset({"text", "refusal"})
 PARTS = {
     "image_url": "image", "input_image": "image", "image": "image", "image_pil": "image",
@@ -21,10 +23,12 @@ PARTS = {
 class MediaPart(dict[str, Any]):
     """A part of content whose request calls it otherwise than by its place in the messages."""
 
-    def __init__(self, url: str, field: str, kind: str, modality: str = "image") -> None:
+    def __init__(
+        self, url: str, field: str, kind: str, modality: str = "image", detail: str = "auto"
+    ) -> None:
         """field: what the request calls it, for errors; kind: its type there."""
         super().__init__({"type": f"{modality}_url", f"{modality}_url": url})
-        self.field, self.kind = field, kind
+        self.field, self.kind, self.detail = field, kind, detail
 
 
 class MediaSource(NamedTuple):
@@ -36,6 +40,8 @@ class MediaSource(NamedTuple):
     rate."""
     field: str
     """What the request calls it, for errors."""
+    detail: str = "auto"
+    """Of `DETAILS`, for pictures."""
 
 
 def split(
@@ -84,9 +90,11 @@ def _source(part: Mapping[str, Any], kind: str, modality: str, field: str) -> Me
     name = next((name for name in names if name in part), kind)
     value = part.get(name)
     if isinstance(part, MediaPart):
-        return MediaSource(modality, value, field)
+        return MediaSource(modality, value, field, part.detail)
+    detail = detail_of(part, field) if modality == "image" else "auto"
     field = f"{field}.{name}"
     if isinstance(value, Mapping):
+        detail = detail_of(value, field, detail) if modality == "image" else detail
         given = "data" if name == "input_audio" else "url"
         value, field = value.get(given), f"{field}.{given}"
         if given == "data" and isinstance(value, str) and value:
@@ -95,7 +103,20 @@ def _source(part: Mapping[str, Any], kind: str, modality: str, field: str) -> Me
         raise InvalidRequest(
             f"{field}: is missing; give a URL (data:{modality}/…;base64,…)", param=field
         )
-    return MediaSource(modality, value, field)
+    return MediaSource(modality, value, field, detail)
+
+
+def detail_of(given: Mapping[str, Any], field: str, default: str = "auto") -> str:
+    """Return how closely a picture is looked at. Raises InvalidRequest."""
+    detail = given.get("detail")
+    if detail is None:
+        return default
+    if detail not in DETAILS:
+        raise InvalidRequest(
+            f"{field}.detail: must be one of {', '.join(DETAILS)}, got {shown(detail)}",
+            param=f"{field}.detail",
+        )
+    return str(detail)
 
 
 def data_url(data: str, modality: str) -> str:

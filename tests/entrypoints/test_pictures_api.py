@@ -230,3 +230,38 @@ async def test_a_text_only_server_says_why(tmp_path: Path) -> None:
             await anext(engine.chat([{"role": "user", "content": chat_content()}]))
         with pytest.raises(InvalidRequest, match="language_model_only"):
             await anext(engine.generate({"prompt": "a", "multi_modal_data": {"image": PICTURE}}))
+
+
+def test_detail_low_makes_a_picture_smaller(client: httpx.Client) -> None:
+    """The cache finds the smaller picture, by either route, and nothing else."""
+    for seed, route in enumerate(("chat", "responses"), 77):
+        whole, smaller = picture(seed, 1024, 700), picture(seed, 1024, 700)
+        smaller.thumbnail((512, 512))
+
+        def cached(image: Image.Image, detail: str | None, route: str = route) -> int:
+            more = {} if detail is None else {"detail": detail}
+            if route == "chat":
+                content = [
+                    {"type": "image_url", "image_url": {"url": url_of(image), **more}},
+                    {"type": "text", "text": ASKED},
+                ]
+                usage = chat(client, content).json()["usage"]
+                return usage["prompt_tokens_details"]["cached_tokens"]
+            part = {"type": "input_image", "image_url": url_of(image), **more}
+            text = {"type": "input_text", "text": ASKED}
+            usage = client.post("/v1/responses", json={
+                "input": [{"role": "user", "content": [part, text]}], "max_output_tokens": 16,
+            }).json()["usage"]  # fmt: skip
+            return usage["input_tokens_details"]["cached_tokens"]
+
+        cached(whole, "low")
+        assert cached(smaller, None) > 16
+        assert cached(whole, None) < 16
+        assert cached(whole, "high") > 16
+
+
+def test_a_wrong_detail_is_named(client: httpx.Client) -> None:
+    content = [{"type": "image_url", "image_url": {"url": URL, "detail": "medium"}}]
+    error = chat(client, content).json()["error"]
+    assert error["param"] == "messages[0].content[0].image_url.detail"
+    assert "auto, low, high, original" in error["message"]

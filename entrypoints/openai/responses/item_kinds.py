@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ....core.errors import InvalidRequest, shown
-from ....core.media.sources import MediaPart, data_url
+from ....core.media.sources import MediaPart, data_url, detail_of
 from ...http.content_pieces import Turn, as_turn
 from .client_tools import CLIENT_TOOLS, TOOL_OF_CALL
 from .custom_tools import INPUT
@@ -108,7 +108,8 @@ def _picture(part: Item, path: str) -> MediaContent:
         raise InvalidRequest(
             f"{where}: must be a URL (data:…;base64,…); files are not kept here", param=where
         )
-    return MediaContent(where, type="input_image", image_url=url, detail="auto")
+    detail = detail_of(part, path)
+    return MediaContent(where, type="input_image", image_url=url, detail=detail)
 
 
 def _recording(part: Item, path: str) -> MediaContent:
@@ -183,7 +184,7 @@ def _media_part(part: Item) -> MediaPart:
     kind = part["type"]
     modality, field = MEDIA[kind], getattr(part, "field", "input")
     url = part["image_url"] if modality == "image" else data_url(part[kind]["data"], modality)
-    return MediaPart(url, field, kind, modality)
+    return MediaPart(url, field, kind, modality, part.get("detail", "auto"))
 
 
 def _output(item: Item) -> Turn:
