@@ -34,6 +34,9 @@ class DraftPlan(PartPlan, frozen=True):
     slot's known tokens: the row samples at each of them and before the first, and keeps its tokens
     up to the first that is not the draft. Empty: no row has any."""
     rejections: tuple[Rejection, ...] = ()
+    rests: bool | None = None
+    """Whether nothing is proposed from this step on, until another plan says so; None: as before.
+    Rows of a plan that begins to rest, or ends it, have no drafts."""
     """What earlier plans counted too much; applied before the slots that start."""
 
 

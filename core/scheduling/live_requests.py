@@ -46,6 +46,11 @@ class LiveRequests:
         """Report to `decoding` which requests run."""
         self._decoding = decoding
 
+    def recount(self, request: Request) -> None:
+        """Note that the counters of a running request, which are exact now, are about to change."""
+        if self._decoding is not None:
+            self._decoding.recount(request)
+
     # ------------------------------------------------------------ transitions
 
     def add(self, request: Request, key: tuple[Any, ...]) -> None:

@@ -28,7 +28,7 @@ class RowPlanner:
         decoding: DecodeRows | None,
     ) -> None:
         """admission_reserve: blocks kept free for running requests. decoding: if decoding requests
-        get one token with every plan.
+        get one token with every plan, or with those in which no part decides otherwise.
         """
         self._requests = requests
         self._kv = kv
@@ -48,7 +48,8 @@ class RowPlanner:
             self._schedule(running, builder)
         else:
             left = decoding.begin_plan()
-            if self._add_decodes(left, decoding, builder):
+            decided = any([decides() for decides in self._parts.decides])
+            if not decided and self._add_decodes(left, decoding, builder):
                 self._schedule(left, builder)
             else:
                 decoding.count_tokens()

@@ -127,7 +127,7 @@ class Scheduler:
             itl_target=itl_target,
         )
         decoding: DecodeRows | None = None
-        if num_blocks and not (self._parts.decode_tokens or self._parts.eligible):
+        if num_blocks and not self._parts.looks_at_each_row:
             counts_late = all(part.counts_late for part in self._parts)
             decoding = DecodeRows(block_size, counts_late=counts_late)
             self.requests.follow(decoding)
@@ -314,7 +314,7 @@ class Scheduler:
             begin_result(plan, result)
         updates = self.take_failures()
         logprobs, failed, first_positions = result.logprobs, result.failed, step.first_positions
-        settle_parts, kept_by_parts = self._parts.settle, self._parts.kept
+        settle_parts, kept_by_parts = self._parts.of_rows(plan, result)
         num_new = 0
         rows = zip(step.rows, step.epochs, result.rows(), strict=True)
         for row, (request, epoch, new) in enumerate(rows):

@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ...config.speculative_config import MOST_DRAFTS
+
 FORGET = 0.9
 """Weight of a request's earlier drafts at each new verification."""
 UNTRIED = 0.99
@@ -43,6 +45,15 @@ PROBE_SHARE = 0.003
 EXPLORE = 0.9
 """A width that was never measured is tried if the next narrower one has so much of the best speed.
 """
+PATIENCE = 16
+"""Plans without drafts, though some were proposed, after which the search for them rests."""
+TRIES = 4
+"""The same after a rest."""
+RESTS = 32, 512
+"""Plans that the first rest lasts, and the longest: each lasts twice as long as the one before,
+until drafts were used for a while."""
+USED = 8
+"""Plans that are a while."""
 NEAR = 2
 """Classes whose steps are taken to cost the same if nothing nearer is known: twice the rows."""
 
@@ -59,6 +70,8 @@ class RowDrafts:
     accepted: float = 0.0
     tried: float = 0.0
     """Drafts that were compared, of which `accepted` were right; older ones count less."""
+    passed: int = 0
+    """Plans without any drafts that these numbers know of."""
 
 
 class StepCosts:
@@ -83,10 +96,24 @@ class StepCosts:
         self._seconds[key] += weight * (min(seconds, SPIKE * known) - known)
 
     def expected(self, rows: int, width: int, drafts: int) -> float:
-        """Return the seconds of such a step; where none was seen, in proportion to one without
-        drafts."""
-        known = self._seconds.get((_class(rows), width, 0 if width >= 0 else _class(drafts)))
-        return (self.plain(rows) or 1.0) * (1 + EXTRA * drafts) if known is None else known
+        """Return the seconds of such a step; where none was seen, as of those of one width, or else
+        in proportion to one without drafts."""
+        size = _class(rows)
+        known = self._seconds.get((size, width, 0 if width >= 0 else _class(drafts)))
+        if known is not None:
+            return known
+        plain = self.plain(rows) or 1.0
+        before, after = (0, plain), None
+        for each in range(1, MOST_DRAFTS + 1) if width < 0 else ():
+            seconds = self._seconds.get((size, each, 0))
+            if seconds is not None:
+                before, after = after or before, (each * rows, seconds)
+                if after[0] >= drafts:
+                    break
+        if after is None:
+            return plain * (1 + EXTRA * drafts)
+        slope = max(0.0, after[1] - before[1]) / (after[0] - before[0])
+        return max(plain, after[1] + slope * (drafts - after[0]))
 
     def plain(self, rows: int) -> float:
         """Return the seconds of a step without drafts; 0: none of about as many rows was seen."""
@@ -100,6 +127,35 @@ class StepCosts:
     def measured(self, rows: int, width: int) -> int | None:
         """Return the number of the last such plan; None: there was none."""
         return self._measured.get((_class(rows), width))
+
+
+class SearchRests:
+    """When the search for drafts rests: none of its drafts have been worth their cost for long."""
+
+    def __init__(self) -> None:
+        self.resting = False
+        self._length, self._patience = RESTS[0], PATIENCE
+        self._left = self._rows = self._idle = self._used = 0
+
+    def planned(self, drafts: bool, num_rows: int) -> None:
+        """Note a plan for rows with proposals, and whether any row gets drafts."""
+        if drafts:
+            self._idle, self._used = 0, self._used + 1
+            if self._used >= USED:
+                self._length, self._patience = RESTS[0], PATIENCE
+            return
+        self._idle, self._used = self._idle + 1, 0
+        if self._idle >= self._patience:
+            self.resting, self._rows = True, num_rows
+            self._left, self._length = self._length, min(2 * self._length, RESTS[1])
+            self._idle, self._patience = 0, TRIES
+
+    def goes_on(self, num_rows: int) -> bool:
+        """Return whether the rest lasts for one more plan: the device may have room for drafts if
+        there are fewer rows."""
+        self._left -= 1
+        self.resting = self._left > 0 and _class(num_rows) >= _class(self._rows)
+        return self.resting
 
 
 def _class(number: int) -> int:
@@ -133,7 +189,7 @@ class DraftWidths:
         """Tokens that a draft must bring; infinite: no row has drafts."""
         self._own: dict[Group, int] = {}
         """Drafts of a row of the group, as far as they were asked for."""
-        self._plans = self._next_choice = 0
+        self._plans = self._next_choice = self._passed = 0
         self._chosen_for = (-1, False)
         self._next_probe = PROBE
 
@@ -174,6 +230,18 @@ class DraftWidths:
             self._choose(num_rows, alone, self._groups(rows))
         return self._uniform
 
+    @property
+    def drafts(self) -> bool:
+        """Whether rows of the next plan may get drafts."""
+        if not self._widths:
+            return self._most > 0
+        return bool(self._uniform) or self._worth < math.inf
+
+    def passed(self, *, resting: bool = False) -> None:
+        """Note that no row gets drafts in the next plan; resting: `begin` was not asked."""
+        self._passed += 1
+        self._plans += resting
+
     def width(self, row: RowDrafts) -> int:
         """Return the drafts of a row with proposals, in a plan whose rows have their own."""
         if not self._widths:
@@ -195,6 +263,9 @@ class DraftWidths:
         return most
 
     def _group(self, row: RowDrafts) -> Group:
+        if missed := self._passed - row.passed:
+            row.passed, untried = self._passed, UNTRIED**missed
+            row.accepted, row.tried = untried * row.accepted, untried * row.tried
         belief = max(HOPE, self._accepted / self._tried)
         rate = (row.accepted + BELIEF * belief) / (row.tried + BELIEF)
         return round(LEVELS * rate), row.num_proposed

@@ -70,8 +70,8 @@ class SchedulerPart:
 
     Calls of a plan: `turns`, `begin_plan`; `eligible`; for rows of running requests `decode_tokens`
     or `chunk_tokens`; for waiting requests `readiness`, `cost`, then `no_room`, or `enter`,
-    `chunk_tokens` and `admit`; `rows_chosen`; `plan_part`. Calls of a result: `begin_result`; for
-    each row whose request still runs `settle`, then `kept`.
+    `chunk_tokens` and `admit`; `rows_chosen`; `plan_part`. Calls of a result: `begin_result`,
+    `concerns_rows`; for each row whose request still runs `settle`, then `kept`.
     """
 
     name: ClassVar[str]
@@ -132,8 +132,13 @@ class SchedulerPart:
         0, and it gets none with this plan.
 
         count: as planned by the parts before. spare: tokens of the step's budget that no other row
-        needs. Where a part has this method plans take longer, as each request is looked at."""
+        needs. Plans in which a part `decides` this take longer, as each request is looked at."""
         return count
+
+    def decides(self) -> bool:
+        """Return whether `decode_tokens` is to be asked in this plan; after `begin_plan`. If no
+        part says so, all decoding requests get one token."""
+        return True
 
     def chunk_tokens(self, request: Request, count: int) -> int:
         """Return how many tokens of its prompt the next row of a request has, `count` at most; 0:
@@ -191,6 +196,11 @@ class SchedulerPart:
 
     def begin_result(self, plan: StepPlan, result: StepResult) -> None:
         """Process what the worker half reports, and note the end of a step."""
+
+    def concerns_rows(self, plan: StepPlan, result: StepResult) -> bool:
+        """Return whether `settle` and `kept` are to be asked about the rows of this result; after
+        `begin_result`."""
+        return True
 
     def settle(self, request: Request, row: int, plan: StepPlan, result: StepResult) -> None:
         """Process the result of a row, before its tokens are added to the request."""

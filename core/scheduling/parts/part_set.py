@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from ...outputs import EngineStats
 from ...request import NEVER, Request
+from ...step import StepPlan, StepResult
 from .part import PartMaker, PartServices, SchedulerPart
 
 P = TypeVar("P", bound=SchedulerPart)
@@ -43,14 +44,17 @@ class SchedulerParts:
         self.eligible = self._having("eligible")
         self.look_at = self._having("look_at")
         self.decode_tokens = self._having("decode_tokens")
+        self.decides = self._having("decides")
         self.chunk_tokens = self._having("chunk_tokens")
         self.chunk_planned = self._having("chunk_planned")
         self.relieve = self._having("relieve")
         self.rows_chosen = self._having("rows_chosen")
         self.needs_plan = self._having("needs_plan")
         self.begin_result = self._having("begin_result")
-        self.settle = self._having("settle")
-        self.kept = self._having("kept")
+        self._of_rows = [
+            (part.concerns_rows, *(self._calls(part, name) for name in ("settle", "kept")))
+            for part in self._parts
+        ]
         self.leave = self._having("leave")
         self.invalidate = self._having("invalidate")
         self.ended = self._having("ended")
@@ -62,6 +66,26 @@ class SchedulerParts:
         self.start_part = self._by_name("start_part")
         self.plan_part = self._by_name("plan_part")
         self.not_taken = dict(self._by_name("not_taken"))
+
+    @property
+    def looks_at_each_row(self) -> bool:
+        """Whether each decoding request must be looked at in every plan."""
+        return bool(self.eligible) or len(self.decides) < len(self.decode_tokens)
+
+    def of_rows(self, plan: StepPlan, result: StepResult) -> tuple[Calls, Calls]:
+        """Return the parts' `settle` and `kept` that are to be called for a result's rows."""
+        settle, kept = [], []
+        for concerns_rows, settles, keeps in self._of_rows:
+            if (settles or keeps) and concerns_rows(plan, result):
+                settle += settles
+                kept += keeps
+        return tuple(settle), tuple(kept)
+
+    @staticmethod
+    def _calls(part: SchedulerPart, method: str) -> list[Callable[..., Any]]:
+        """Return the part's method in a list; [] if it does not override it."""
+        overrides = getattr(type(part), method) is not getattr(SchedulerPart, method)
+        return [getattr(part, method)] if overrides else []
 
     def _having(self, method: str) -> Calls:
         return tuple(call for _, call in self._by_name(method))

@@ -12,9 +12,9 @@ from typing import Any
 from ...outputs import DraftUsage
 from ...parts.speculation import NAME, DraftPlan, DraftResult, DraftStart, Rejection
 from ...request import Request
-from ...step import StepPlan, StepResult
+from ...step import PartPlan, StepPlan, StepResult
 from ..plan_builder import PlanBuilder
-from .draft_widths import DraftWidths, RowDrafts
+from .draft_widths import DraftWidths, RowDrafts, SearchRests
 from .part import PartServices, SchedulerPart
 
 
@@ -42,6 +42,11 @@ class Speculation(SchedulerPart):
         self._last_end = -math.inf
         self._uniform = 0
         """Drafts of each row of the plan that is being made; 0: each has its own."""
+        self._drafting = False
+        """Whether rows of this plan may get drafts."""
+        self._rests = SearchRests()
+        self._told = False
+        """Whether the worker knows that the search rests."""
         self._kv = kv = services.kv
         self._most_spread: int | None = None
         """Spread of a length's bounds: blocks are released by the lower and taken by the upper one,
@@ -50,6 +55,8 @@ class Speculation(SchedulerPart):
             self._most_spread = kv.max_chunk
         self._rows: dict[Request, RowDrafts] = {}
         """Running requests that may have drafts."""
+        self._any_proposed = False
+        """Whether one of them may have proposals."""
         self._rejected: dict[int, int] = {}
         """Slot → rejected drafts that the worker still counts."""
         self._num_rows = self._num_verified = self._num_accepted = 0
@@ -76,20 +83,39 @@ class Speculation(SchedulerPart):
 
     def begin_plan(self, builder: PlanBuilder) -> None:
         """Choose the widths of the plan's rows."""
-        self._uniform = 0
-        proposing = [row for row in self._rows.values() if row.num_proposed]
-        if not proposing or builder.prompts_alone:
-            return
+        self._uniform, self._drafting = 0, False
         requests = self._requests
         running = requests.running.requests
+        if self._rests.resting:
+            self._widths.passed(resting=True)
+            self._rests.goes_on(len(running))
+            return
+        if not self._any_proposed:
+            return
+        proposing = [row for row in self._rows.values() if row.num_proposed]
+        self._any_proposed = bool(proposing)
+        if not proposing or builder.prompts_alone:
+            return
         num_rows = sum(r.num_tokens - r.num_computed_tokens == 1 for r in running)
         if num_rows:
             admits = requests.has_free_slot and bool(requests.waiting.requests)
             alone = num_rows == len(running) and not admits
             self._uniform = self._widths.begin(num_rows, alone, proposing)
+            self._drafting = self._widths.drafts
+            if alone:
+                self._rests.planned(self._drafting, len(running))
+            if not self._drafting:
+                self._widths.passed()
+        if self._rests.resting:
+            self._any_proposed = False
+            for row in proposing:
+                row.num_proposed = 0
         if self._uniform:
             for request in running:
                 request.look_at = 0
+
+    def decides(self) -> bool:
+        return self._drafting
 
     def look_at(self, request: Request) -> int | None:
         """Look at every row of a request with drafts."""
@@ -111,14 +137,21 @@ class Speculation(SchedulerPart):
     def plan_part(self, step: int, builder: PlanBuilder) -> DraftPlan | None:
         """Return the plan's drafts, and the worker's corrections."""
         rejected, self._rejected = self._rejected, {}
-        if not rejected and not builder.drafts:
+        rests = self._rests.resting
+        changes, self._told = rests is not self._told, rests
+        if not rejected and not builder.drafts and not changes:
             return None
         num_drafts: tuple[int, ...] = ()
         if builder.drafts:
             num_drafts = (0,) * len(builder.decodes) + tuple(builder.drafts)
             num_drafts += (0,) * len(builder.chunks)
         rejections = [Rejection(slot, count) for slot, count in rejected.items()]
-        return DraftPlan(num_drafts, tuple(rejections))
+        return DraftPlan(num_drafts, tuple(rejections), rests if changes else None)
+
+    def not_taken(self, part: PartPlan) -> None:
+        """Say it again."""
+        if isinstance(part, DraftPlan) and part.rests is not None:
+            self._told = not part.rests
 
     # ------------------------------------------------------------ results
 
@@ -138,18 +171,33 @@ class Speculation(SchedulerPart):
         part: DraftPlan | None = plan.parts.get(NAME)
         return () if part is None else part.num_drafts
 
+    def concerns_rows(self, plan: StepPlan, result: StepResult) -> bool:
+        """Drafts were verified, or there are others to come than before."""
+        drafted: DraftResult | None = result.parts.get(NAME)
+        if self._any_proposed or self._drafts(plan):
+            return True
+        return drafted is not None and any(drafted.proposed) and not self._rests.resting
+
     def settle(self, request: Request, row: int, plan: StepPlan, result: StepResult) -> None:
         drafted: DraftResult | None = result.parts.get(NAME)
-        if drafted is not None and drafted.proposed and plan.samples[row]:
+        if (
+            drafted is not None
+            and drafted.proposed
+            and plan.samples[row]
+            and not self._rests.resting
+        ):
             if (num_proposed := drafted.proposed[row]) < 0:
                 self._rows.pop(request, None)
             else:
                 self._rows.setdefault(request, RowDrafts()).num_proposed = num_proposed
+                self._any_proposed |= num_proposed > 0
                 request.look_at = 0
         drafts = self._drafts(plan)
         if not drafts or not (num_drafts := drafts[row]):
             return
         rejected = num_drafts - max(0, result.counts[row] - 1)
+        if rejected:
+            self._requests.recount(request)
         request.num_unverified_tokens -= num_drafts
         if rejected:
             request.num_tokens -= rejected

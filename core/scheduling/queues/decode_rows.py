@@ -78,6 +78,11 @@ class DecodeRows:
             self._stop(request)
         self._others.remove(request)
 
+    def recount(self, request: Request) -> None:
+        """Make a request's counters exact; until the next plan they may change."""
+        if request in self._places:
+            self._stop(request)
+
     def _stop(self, request: Request) -> None:
         self.count_tokens([request])
         del self._counted[request]

@@ -216,6 +216,8 @@ class Speculation(WorkerPart):
         self._operations = operations
         num_proposed = torch.zeros(table.num_slots + 1, dtype=torch.int32, device=self._device)
         self._tables = DraftTables(table.token_history, table.lengths, num_proposed)
+        self._rests = False
+        """Whether plans ask for no proposals (`DraftPlan.rests`)."""
         self._started: set[int] = set()
         """Slots whose end the speculator wants to know."""
         self.graphs: PassGraphs | None = None
@@ -254,8 +256,17 @@ class Speculation(WorkerPart):
 
     def before(self, part: PartPlan | None, plan: StepPlan) -> None:
         """Take rejected drafts out of the lengths' bounds."""
-        if isinstance(part, DraftPlan):
-            self._table.shorten(part.rejections)
+        if not isinstance(part, DraftPlan):
+            return
+        self._table.shorten(part.rejections)
+        if part.rests:  # Tokens will come in the places of the last drafts.
+            self._tables.num_proposed.zero_()
+            if self._passes is not None and self._passes.distributions is not None:
+                self._passes.distributions.forget()
+
+    def receive(self, part: PartPlan) -> None:
+        if isinstance(part, DraftPlan) and part.rests is not None:
+            self._rests = part.rests
 
     def context(self, inputs: StepInputs) -> Taps | None:
         return None if self._passes is None else self._passes.states.layers
@@ -381,7 +392,7 @@ class Speculation(WorkerPart):
     def proposal_rows(self, plan: StepPlan) -> list[int]:
         """Return the plan's rows that get drafts: sampling ones, unless a logits processor bars
         them."""
-        if self._speculator is None and self._group.size == 1:
+        if self._rests or (self._speculator is None and self._group.size == 1):
             return []
         rows = [row for row, samples in enumerate(plan.samples) if samples]
         if not (processors := self._processors):

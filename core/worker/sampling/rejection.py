@@ -138,6 +138,10 @@ class DraftDistributions:
         stands = (drawn == token_ids) & (order < counts[:, None])
         self._drawn[slots] = drawn.masked_fill(~stands, -1)
 
+    def forget(self) -> None:
+        """Note that no draft stands."""
+        self._drawn.fill_(-1)
+
     def of(self, token_ids: torch.Tensor, slots: torch.Tensor, places: torch.Tensor) -> DrawnDrafts:
         """Return the drafts of L positions. places: [L] int64, K or more at a row's last one."""
         within = places.clamp(max=self._num_drafts - 1)

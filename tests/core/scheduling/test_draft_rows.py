@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from typing import Any
+
 from scheduled import EOS, add, drafted, drafts_of, drain, make_request, make_scheduler, run
 
 from jackfield.core.cache.groups import CacheGroup
@@ -112,3 +116,39 @@ def test_a_row_that_should_bring_a_token_and_brings_none_fails_alone():
     updates = scheduler.update(plan, StepResult(plan.step, [0, 1], [5]))
     assert [u.error for u in updates] == ["the step brought no token for it", None]
     assert lost.finish_reason == "error" and other.output_token_ids == [5]
+
+
+def calls(function: Callable[..., Any], *args: Any, **more: Any) -> tuple[int, Any]:
+    """How many functions it calls, in Python and built in, and what it returns."""
+    count = 0
+
+    def profile(frame: object, event: str, arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        result = function(*args, **more)
+    finally:
+        sys.setprofile(None)
+    return count, result
+
+
+def test_rows_without_drafts_cost_what_they_do_without_speculation():
+    """A plan, and its result, look at none of them one by one: also after there were drafts."""
+    counted = {}
+    for num_drafts in (0, 4):
+        scheduler = make_scheduler(num_drafts=num_drafts, max_num_seqs=64)
+        add(scheduler, *(make_request(4, max_tokens=400) for _ in range(64)))
+        for step in range(40):
+            proposed = [3 if step < 9 else 0] * 64
+            plan = scheduler.schedule()
+            verified = [3] * 64 if drafts_of(plan).num_drafts else []
+            run(scheduler, plan, parts=drafted(proposed=proposed, verified=verified))
+        assert scheduler.stats.spec_decode_num_draft_tokens == 9 * 64 * 3 * bool(num_drafts)
+        counted[num_drafts] = 0
+        for _ in range(20):  # More than a block has tokens.
+            of_plan, plan = calls(scheduler.schedule)
+            of_result, _ = calls(run, scheduler, plan, parts=drafted(proposed=[0] * 64))
+            counted[num_drafts] += of_plan + of_result
+    assert counted[4] < counted[0] + 20 * 64, counted

@@ -30,11 +30,18 @@ class Device:
     weights: float = 0.004
     token: float = 0.00002
     launches: float = 0.0006
+    search: float = 0.0
+    """Of new drafts, after each step in which it does not rest."""
+    rests: bool = False
 
     def seconds(self, plan: StepPlan) -> float:
         tokens = sum(plan.num_tokens)
         recorded = len(set(plan.num_tokens)) == 1
-        return max(self.weights, self.token * tokens) + (0.0 if recorded else self.launches)
+        if (rests := drafts_of(plan).rests) is not None:
+            assert rests != self.rests and not any(drafts_of(plan).num_drafts)
+            self.rests = rests
+        extra = (0.0 if recorded else self.launches) + (0.0 if self.rests else self.search)
+        return max(self.weights, self.token * tokens) + extra
 
 
 @dataclass
@@ -81,6 +88,8 @@ class Traffic:
             verified.append(real)
             self.proposed[slot] = MOST if self.draw.random() < self.proposing else 0
             proposed.append(self.proposed[slot])
+        if self.device.rests:
+            proposed = []
         parts = drafted(proposed=proposed, verified=verified) if self.widths else {}
         ids = [50] * sum(counts)
         return StepResult(plan.step, counts, ids, parts=parts, device_seconds=seconds)
@@ -123,6 +132,43 @@ def adaptive() -> DraftWidths:
 def test_text_that_cannot_be_guessed_is_never_slower(num_rows: int, proposing: float) -> None:
     without = speed(num_rows, [0.0], None)
     assert speed(num_rows, [0.02], adaptive(), proposing) >= 0.98 * without
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 64])
+@pytest.mark.parametrize("token", [0.003, 0.01])
+def test_a_device_without_room_is_never_slower(num_rows: int, token: float) -> None:
+    """Each draft costs as much as a token. At the start, too: a width is tried in as many steps as
+    are in flight, and then wider ones are not."""
+    device = Device(token=token)
+    plain = max(device.weights, token * num_rows)
+    traffic = Traffic(num_rows, [0.02], 1.0, adaptive(), device=device)
+    traffic.run(200 * plain)
+    assert sum(drafts > 0 for drafts in traffic.planned) <= 6
+    without = speed(num_rows, [0.0], None, device=Device(token=token))
+    assert traffic.run(1000 * plain) >= 0.98 * without
+
+
+@pytest.mark.parametrize("num_rows", [16, 256])
+def test_the_search_for_drafts_that_never_pay_rests(num_rows: int) -> None:
+    """It may take as long as a tenth of a step, and more than 98 % of the speed is left."""
+    device = Device(token=0.0003, search=0.1 * max(0.004, 0.0003 * num_rows))
+    without = speed(num_rows, [0.0], None, device=Device(token=0.0003))
+    traffic = Traffic(num_rows, [0.1], 1.0, adaptive(), device=device)
+    length = 3000 * max(device.weights, device.token * num_rows)
+    traffic.run(length)
+    assert traffic.run(length) >= 0.98 * without
+
+
+def test_a_search_that_rests_goes_on_when_there_is_room_again() -> None:
+    """Some of the requests end: the others can be guessed, and get drafts at once."""
+    traffic = Traffic(64, [0.5], 1.0, adaptive(), device=Device(token=0.0005))
+    traffic.run(30.0)
+    assert traffic.device.rests
+    for request in list(traffic.scheduler.requests.running)[2:]:
+        traffic.scheduler.finish_request(request.request_id, "abort")
+    before = len(traffic.planned)
+    traffic.run(1.0)
+    assert not traffic.device.rests and sum(traffic.planned[before : before + 40]) > 20
 
 
 SIZES = [1, 8, 32, *(pytest.param(many, marks=pytest.mark.slow) for many in (64, 128, 256))]

@@ -525,3 +525,43 @@ async def test_a_model_that_is_pooled_is_refused(folders: Any) -> None:
     config = config_of(folders("qwen3"), speculative_config=NGRAM, runner="pooling")
     with pytest.raises(ConfigError, match="generates no tokens"):
         await AsyncEngine(config).start()
+
+
+# ---------------------------------------------------------------- the search rests
+
+
+async def test_a_search_whose_drafts_are_not_wanted_rests(folders: Any) -> None:
+    """It is asked now and then, and rows are as without drafts meanwhile. The schedule wants none:
+    nothing depends on time."""
+    asked: Asked = [([7, 8] * 4, greedy(max_tokens=80)), ([5] * 6, greedy(max_tokens=70))]
+    searches = []
+
+    class Counted(Speculator):
+        def __init__(self, setup: Any) -> None:
+            self.num_drafts = setup.num_drafts
+
+        def propose(self, tokens: KnownTokens) -> Drafts:
+            rows = len(tokens.slots)
+            searches.append(rows)
+            return Drafts(
+                torch.full((rows, self.num_drafts), 9), torch.full((rows,), self.num_drafts)
+            )
+
+    class Plugin:
+        jackfield_api = 3
+
+        @hookimpl
+        def register_speculators(self, registry: Any) -> None:
+            registry.add("counted", Counted)
+
+    plugins = load_plugins()
+    plugins.add_plugin(Plugin(), Provenance("tests", "0", "counted"))
+    shared: dict[str, Any] = {"max_num_seqs": 2}
+    plain, _ = await serve(config_of(folders("qwen3"), **shared), asked)
+    own = {"method": "counted", "num_speculative_tokens": 3, "adaptive_width": False}
+    own["num_speculative_tokens_per_batch_size"] = [[1, 9, 0]]
+    config = config_of(folders("qwen3"), speculative_config=own, **shared)
+    drafted, stats = await serve(config, asked, plugins)
+    assert drafted == plain
+    assert stats.spec_decode_num_draft_tokens == 0
+    assert 4 < len(searches) < 45, "of 80 steps"
