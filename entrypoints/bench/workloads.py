@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -196,6 +197,15 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     system: int = 0
     """Tokens of a prefix common to all chats."""
     turns: int = 1
+    median: int = 0
+    """If not 0, prompts are of log-normal lengths with this median, cut off to `prompt`."""
+    streams: int = 0
+    """Requests that decode all the time, of `stream` tokens of prompt and output."""
+    stream: tuple[int, int] = (0, 0)
+    burst: int = 0
+    """Requests that come together, beside the streams."""
+    interval: float = 0.0
+    """Seconds from burst to burst."""
     temperature: float = 0.0
     warmup: int = 1
     repeats: int = 3
@@ -210,6 +220,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
         return msgspec.structs.replace(
             self,
+            median=less(self.median, 2) if self.median else 0,
+            streams=less(self.streams) if self.streams else 0,
+            stream=tuple(less(n, 2) if n else 0 for n in self.stream),
+            burst=less(self.burst) if self.burst else 0,
             prompt=(less(self.prompt[0], 2), less(self.prompt[1], 2)),
             output=tuple(n if n == 1 else less(n, 2) for n in self.output),
             lengths=tuple(dict.fromkeys(less(n, 2) for n in self.lengths)),
@@ -225,7 +239,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         """Longest sequence, with a margin."""
         prompt = max(self.prompt[1], *self.lengths, 0)
         longest = self.system + self.turns * (prompt + self.output[1])
-        return longest + 16
+        return max(longest, sum(self.stream)) + 16
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -297,6 +311,23 @@ WORKLOADS: dict[str, Workload] = {
             system=2000, turns=8, repeats=1,
             headline="output_tokens_per_second", higher_is_better=True,
         ),
+        Workload(
+            id="agents", kind="chats", models=(),
+            title="64 agents of 6 turns: a system prompt of 2000 tokens, tool results of some 400",
+            prompt=(20, 4000), median=400, output=(32, 256), requests=64, system=2000, turns=6,
+            repeats=1, headline="requests_per_second", higher_is_better=True,
+        ),
+        Workload(
+            id="chat", title="256 chats of 3 turns over HTTP", kind="chats", models=(),
+            prompt=(20, 2000), median=150, output=(64, 512), requests=256, system=500, turns=3,
+            temperature=0.6, repeats=1, headline="itl_p99_ms",
+        ),
+        Workload(
+            id="bursts", title="48 prompts of 1500 tokens every 2 s beside 128 streams",
+            kind="http", models=(), prompt=(1500, 1500), output=(1, 1), requests=240,
+            streams=128, stream=(128, 1300), burst=48, interval=2.0, repeats=1,
+            headline="stream_itl_p99_ms",
+        ),
     )
 }  # fmt: skip
 
@@ -309,6 +340,8 @@ class BenchRequest(msgspec.Struct, frozen=True):
     """Further fields over HTTP."""
     leave_after: int | None = None
     """Chunks after which the client disconnects."""
+    group: str = ""
+    """If not empty, latencies of this group are also reported alone."""
 
 
 def draw(
@@ -325,6 +358,16 @@ def draw(
     if workload.mixed:
         return _draw_mixed(workload, usable, trial, count)
     (low, high), (least, most) = workload.prompt, workload.output
+    if workload.median:
+        source = random.Random(f"{workload.id} {trial} {count}")
+        mean = math.log(workload.median)
+        lengths = [min(max(round(source.lognormvariate(mean, 1.0)), low), high)
+                   for _ in range(count)]  # fmt: skip
+        return [
+            BenchRequest(source.choices(range(usable), k=length), source.randint(least, most),
+                         workload.temperature)
+            for length in lengths
+        ]  # fmt: skip
     if low == high and least == most:
         source = random.Random(f"{workload.id} {trial} {count}")
         return [

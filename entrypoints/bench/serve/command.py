@@ -174,7 +174,7 @@ class ServeBench:
         for _ in range(workload.repeats):
             self.trial += 1
             chats = draw_chats(workload, self.vocab_size, self.trial, way.requests)
-            load = way.load(chats, args.seed + len(runs))
+            load = way.load(workload, chats, args.seed + len(runs))
             runs.append(await self._send(target, load, way))
         record = summarize(runs, args.percentile_metrics, args.metric_percentiles)
         if self.server and loop_before is not None:

@@ -56,13 +56,13 @@ def summarize(
     names = ("requests_per_second", "output_tokens_per_second", "tokens_per_second")
     for name, speeds in zip(names, zip(*map(rates, runs), strict=True), strict=True):
         measured[name] = statistics.median(speeds)
-    for name, values in samples([each for run in runs for each in run.results]).items():
-        if name in metrics and values:
-            measured[f"{name}_mean_ms"] = 1e3 * statistics.fmean(values)
-            for percent in percents:
-                measured[f"{name}_p{percent:g}_ms"] = 1e3 * percentile(values, percent)
+    results = [each for run in runs for each in run.results]
+    measured |= _latencies("", results, metrics, percents)
+    for group in sorted({each.group for each in results} - {""}):
+        own = [each for each in results if each.group == group]
+        measured |= _latencies(f"{group}_", own, metrics, percents)
     measured["client_cpu_share"] = max(run.cpu_share for run in runs)
-    bad = [each for run in runs for each in run.results if each.error is not None]
+    bad = [each for each in results if each.error is not None]
     record: Record = {
         "measured": rounded(measured), "failed": len(bad),
         "repeats": {"seconds": [round(run.seconds, 4) for run in runs]},
@@ -70,6 +70,21 @@ def summarize(
     if bad:
         record["first_failure"] = bad[0].error
     return record
+
+
+def _latencies(
+    prefix: str,
+    results: Sequence[RequestResult],
+    metrics: Sequence[str],
+    percents: Sequence[float],
+) -> Record:
+    measured: Record = {}
+    for name, values in samples(results).items():
+        if name in metrics and values:
+            measured[f"{prefix}{name}_mean_ms"] = 1e3 * statistics.fmean(values)
+            for percent in percents:
+                measured[f"{prefix}{name}_p{percent:g}_ms"] = 1e3 * percentile(values, percent)
+    return measured
 
 
 def cache_counters(metrics: str) -> dict[str, float]:

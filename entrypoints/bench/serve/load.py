@@ -87,6 +87,8 @@ class RequestResult(msgspec.Struct, kw_only=True):
     """Whether the client disconnected mid-stream, as planned."""
     token_ids: list[int] = []
     """If requested."""
+    group: str = ""
+    """The request's."""
 
     @property
     def ttft(self) -> float:
@@ -188,6 +190,7 @@ async def drive(
                 result = await send(
                     session, target, request, body, start=start, token_ids=token_ids
                 )
+                result.group = turn.group
                 results.append(result)
                 done(result)
                 if result.error is not None:

@@ -7,6 +7,7 @@ import argparse
 import itertools
 import json
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,11 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         return ", ".join(f"{key} {value}" for key, value in self.facts.items())
 
-    def load(self, chats: list[list[BenchRequest]], seed: int) -> Load:
+    def load(self, workload: Workload, chats: list[list[BenchRequest]], seed: int) -> Load:
+        if workload.burst:
+            count = len(chats) - workload.streams
+            bursts = [workload.interval * (1 + n // workload.burst) for n in range(count)]
+            return Load(chats=chats, offsets=[0.0] * workload.streams + bursts)
         offsets = arrivals(len(chats), self.rate, self.burstiness, seed)
         return Load(chats=chats, offsets=offsets, max_concurrency=self.max_concurrency)
 
@@ -287,4 +292,13 @@ def draw_chats(
         BenchRequest(prefix + request.prompt, request.output, request.temperature)
         for request in turns[0]
     ]
-    return [list(chat) for chat in zip(*turns, strict=True)]
+    chats = [list(chat) for chat in zip(*turns, strict=True)]
+    if not workload.streams:
+        return chats
+    source = random.Random(f"{workload.id} {trial} streams")
+    length, output = workload.stream
+    streams = [
+        [BenchRequest(source.choices(range(usable), k=length), output, group="stream")]
+        for _ in range(workload.streams)
+    ]
+    return streams + [[msgspec.structs.replace(turn, group="burst") for turn in c] for c in chats]

@@ -24,6 +24,7 @@ from jackfield.entrypoints.bench.serve import servers
 from jackfield.entrypoints.bench.serve.serve_options import (
     chosen_workloads,
     draw_chats,
+    make_parser,
     parse,
     ways,
 )
@@ -248,6 +249,35 @@ def test_w7_shares_its_system_prompt_and_nothing_else() -> None:
     assert len({tuple(turn.prompt[-64:]) for chat in chats for turn in chat}) == 64 * 8
     other = draw_chats(WORKLOADS["W7"], 151936, 2, 64)
     assert other[0][0].prompt[:16] != chats[0][0].prompt[:16], "no repeat finds the one before"
+
+
+def test_agents_read_results_of_typical_lengths() -> None:
+    chats = draw_chats(WORKLOADS["agents"], 151936, 1, 64)
+    assert len(chats) == 64 and {len(chat) for chat in chats} == {6}
+    assert len({tuple(chat[0].prompt[:2000]) for chat in chats}) == 1
+    lengths = sorted(len(turn.prompt) for chat in chats for turn in chat[1:])
+    assert 300 < lengths[len(lengths) // 2] < 530 and lengths[-1] <= 4000 and lengths[0] >= 20
+    assert len({turn.output for chat in chats for turn in chat}) > 50
+
+
+def test_bursts_come_together_beside_streams() -> None:
+    workload = WORKLOADS["bursts"].scaled(0.1)
+    (way,) = ways(workload, make_parser().parse_args([]))
+    chats = draw_chats(workload, 151936, 1, way.requests)
+    load = way.load(workload, chats, 0)
+    groups = [chat[0].group for chat in chats]
+    assert groups == ["stream"] * 13 + ["burst"] * 24
+    assert load.offsets == [0.0] * 13 + [2.0 * (1 + n // 5) for n in range(24)]
+    assert {len(chat[0].prompt) for chat in chats[13:]} == {150}
+
+
+def test_latencies_of_groups_are_told_apart(url: str, tmp_path: Path) -> None:
+    (line,) = bench(url, tmp_path, "bursts", "--scale", "0.02", "--num-prompts", "2")
+    assert line["failed"] == 0
+    measured = line["measured"]
+    assert measured["stream_itl_p99_ms"] > 0 and measured["burst_ttft_p99_ms"] > 0
+    assert "burst_itl_p99_ms" not in measured, "a burst's answers are one token"
+    assert measured["itl_p99_ms"] == measured["stream_itl_p99_ms"]
 
 
 def serves(pid: int) -> bool:
