@@ -260,11 +260,14 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         *,
         truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
         """Return the similarity of texts, `outputs.score`: one text with one, one with many, or
         pairs of two lists.
 
-        A cross-encoder's score, or the cosine of two embeddings.
+        A cross-encoder's score, or the cosine of two embeddings. instruction, chat_template_kwargs:
+        for a chat template that joins two texts.
         """
         first = [text_1] if isinstance(text_1, str) else list(text_1)
         second = [text_2] if isinstance(text_2, str) else list(text_2)
@@ -277,7 +280,15 @@ class LLM:
         params = pooling_params or PoolingParams()
         if truncate_prompt_tokens is not None:
             params = msgspec.structs.replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
-        return self._run(score_all(self.engine, list(zip(first, second, strict=True)), params))
+        given = {} if instruction is None else {"instruction": instruction}
+        return self._run(
+            score_all(
+                self.engine,
+                list(zip(first, second, strict=True)),
+                params,
+                template_kwargs={**(chat_template_kwargs or {}), **given},
+            )
+        )
 
     # ------------------------------------------------------------ state
 

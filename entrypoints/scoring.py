@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -68,11 +68,14 @@ async def score_all(
     engine: AsyncEngine,
     pairs: Sequence[tuple[ScoredText, ScoredText]],
     params: PoolingParams | None = None,
+    *,
+    template_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[PoolingRequestOutput]:
     """Score pairs of texts: one output per pair, with `outputs.score` and both texts' tokens.
 
-    Raises InvalidRequest without a scoring model.
+    A chat template that reads the roles `query` and `document` joins a cross-encoder's pairs, with
+    template_kwargs. Raises InvalidRequest without a scoring model.
     """
     pooling = engine.model_config.pooling
     if pooling is None or not pooling.scores:
@@ -80,16 +83,59 @@ async def score_all(
         why = f"; its classifier has {len(pooling.labels)} labels" if pooling is not None else ""
         raise InvalidRequest(f"score: this model gives no scores ({does}{why})", param="model")
     params = params or PoolingParams()
+    is_joined = pooling.task != "embed" and engine.template_joins_pairs
+    if template_kwargs and not is_joined:
+        why = (
+            "each text is embedded by itself: write it into the texts"
+            if pooling.task == "embed"
+            else "no chat template joins the texts; start the engine with one (chat_template) that "
+            "reads messages of the roles query and document"
+        )
+        raise _refused(next(iter(template_kwargs)), why)
     if pooling.task == "embed":
         return await _by_cosine(engine, pairs, params, options)
     prompts: list[PoolingPrompt] = []
     for first, second in pairs:
         if not isinstance(first, str) or not isinstance(second, str):
             raise InvalidRequest("score: a cross-encoder takes two texts, not token ids")
-        prompts.append({"text": first, "text_pair": second})
+        if is_joined:
+            prompts.append(await _joined(engine, first, second, params, template_kwargs or {}))
+        else:
+            prompts.append({"text": first, "text_pair": second})
     return await encode_all(
         engine, prompts, msgspec.structs.replace(params, task="score"), **options
     )
+
+
+async def _joined(
+    engine: AsyncEngine,
+    query: str,
+    document: str,
+    params: PoolingParams,
+    template_kwargs: Mapping[str, Any],
+) -> list[int]:
+    """Return a pair's tokens, by the chat template."""
+    if params.truncate_prompt_tokens is not None:
+        raise InvalidRequest(
+            "truncate_prompt_tokens: it would cut what the chat template writes last; see "
+            "max_tokens_per_query and max_tokens_per_doc",
+            param="truncate_prompt_tokens",
+        )
+    if unread := template_kwargs.keys() - engine.chat_template_variables:
+        raise _refused(min(unread), "this model's chat template does not read it")
+    messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+    return await engine.tokenize_chat(
+        messages,
+        chat_template_kwargs=template_kwargs,
+        limit=engine.tokenize_limit("prompt"),
+    )
+
+
+def _refused(argument: str, why: str) -> InvalidRequest:
+    """Return the refusal of an argument of the chat template; `instruction` has its own field."""
+    field = "instruction" if argument == "instruction" else "chat_template_kwargs"
+    name = field if field == argument else f"{field}.{argument}"
+    return InvalidRequest(f"{name}: {why}", param=field)
 
 
 async def _by_cosine(

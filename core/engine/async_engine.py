@@ -441,6 +441,12 @@ class AsyncEngine:
         besides messages and tools."""
         return self._texts.chat_template_variables
 
+    @property
+    def template_joins_pairs(self) -> bool:
+        """Whether the chat template joins two texts that are scored: it reads the roles `query` and
+        `document`."""
+        return self._texts.joins_pairs
+
     def render_chat(
         self,
         messages: Sequence[ChatMessage],

@@ -136,6 +136,11 @@ class TextProcessor:
         render = functools.partial(self.render_chat, messages, limit, **options)
         return await self._threads.run(size, render)
 
+    @property
+    def joins_pairs(self) -> bool:
+        """Whether the chat template joins two texts that are scored."""
+        return self._chat_template is not None and self._chat_template.takes_pairs
+
     def prompt_end(self, chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
         """Return the chat template's last text before a response, or "".
 

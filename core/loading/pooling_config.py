@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -42,6 +43,8 @@ class PoolingConfig:
     """Texts are lower-cased first."""
     projections: tuple[Projection, ...] = ()
     """Applied to embeddings before truncation and scaling, not to vectors per token."""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """Name of a kind of text → what its model wants before it. Callers write it."""
     num_token_types: int = 0
     """Number of texts distinguished in a prompt; below 2: none."""
     matryoshka: tuple[int, ...] | None = None

@@ -136,6 +136,7 @@ def _pooling_config(
         projections=projections,
         normalize=normalize if options.normalize is None else options.normalize,
         lower_case=files.lower_case,
+        prompts=files.prompts,
         num_token_types=0 if causal else _num_token_types(model_config),
         matryoshka=_matryoshka(hf),
         labels=labels,

@@ -39,14 +39,18 @@ class SentenceTransformer(msgspec.Struct):
     projections: tuple[Projection, ...] = ()
     max_length: int | None = None
     lower_case: bool = False
+    prompts: dict[str, str] = {}
 
 
 def read_sentence_transformer(folder: Path) -> SentenceTransformer:
     """Read the files. Raises ConfigError for unsupported modules that change vectors.
 
-    Prompts of config_sentence_transformers.json are the caller's, as in vLLM.
+    Prompts of config_sentence_transformers.json are the caller's to write, as in vLLM.
     """
     files = SentenceTransformer()
+    prompts = object_if_there(folder / "config_sentence_transformers.json").get("prompts")
+    if isinstance(prompts, dict):
+        files.prompts = {n: text for n, text in prompts.items() if isinstance(text, str)}
     for path in sorted(folder.glob("sentence_*_config.json")):
         settings = object_if_there(path)
         length = settings.get("max_seq_length")

@@ -9,6 +9,8 @@ from typing import Any
 from ..errors import InvalidRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+PAIR_ROLES = ("query", "document")
+"""Of two texts that are scored, in templates that read these roles."""
 _MAX_DEPTH = 64
 RESERVED = frozenset(
     {
@@ -119,24 +121,29 @@ def check_documents(documents: Any, guard: Guard) -> list[Any] | None:
     return [guarded(document, guard, f"documents[{i}]") for i, document in enumerate(documents)]
 
 
-def check_messages(messages: Any, modalities: Collection[str] = ()) -> list[Message]:
+def check_messages(
+    messages: Any, modalities: Collection[str] = (), roles: Collection[str] = ROLES
+) -> list[Message]:
     """Return validated messages without null fields. modalities: types of parts that stand for
     media, {"type": modality}. Raises InvalidRequest with the field's path.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidRequest("messages: must be a non-empty list", param="messages")
     return [
-        _check_message(message, f"messages[{i}]", modalities) for i, message in enumerate(messages)
+        _check_message(message, f"messages[{i}]", modalities, roles)
+        for i, message in enumerate(messages)
     ]
 
 
-def _check_message(message: Any, path: str, modalities: Collection[str]) -> Message:
+def _check_message(
+    message: Any, path: str, modalities: Collection[str], roles: Collection[str]
+) -> Message:
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{path}: must be an object", param=path)
     role = message.get("role")
-    if role not in ROLES:
+    if role not in roles:
         raise InvalidRequest(
-            f"{path}.role: must be one of {', '.join(ROLES)}, got {role!r}", param=f"{path}.role"
+            f"{path}.role: must be one of {', '.join(roles)}, got {role!r}", param=f"{path}.role"
         )
     checked = {key: value for key, value in message.items() if value is not None}
     content = _check_content(message.get("content"), f"{path}.content", modalities)

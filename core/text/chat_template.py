@@ -11,7 +11,9 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from ..errors import InvalidRequest
 from .chat_messages import (
+    PAIR_ROLES,
     RESERVED,
+    ROLES,
     Guard,
     Message,
     arguments_object,
@@ -186,6 +188,16 @@ class ChatTemplate:
         return any("documents" in text for text in self._sources.values())
 
     @functools.cached_property
+    def takes_pairs(self) -> bool:
+        """Whether the template joins a query and a document: it reads both roles."""
+        return any(
+            all(any(word.value == role for word in words) for role in PAIR_ROLES)
+            for words in (
+                list(_tree(text).find_all(nodes.Const)) for text in self._sources.values()
+            )
+        )
+
+    @functools.cached_property
     def _knows_developers(self) -> bool:
         return any("developer" in text for text in self._sources.values())
 
@@ -309,7 +321,8 @@ class ChatTemplate:
                 "documents: this model's chat template takes none; put them into a message",
                 param="documents",
             )
-        chat = check_messages(messages, self._placeholders)
+        roles = (*ROLES, *PAIR_ROLES) if self.takes_pairs else ROLES
+        chat = check_messages(messages, self._placeholders, roles)
         if not self._knows_developers:
             for message in chat:
                 if message["role"] == "developer":

@@ -29,6 +29,7 @@ INFERENCE_ROUTES = frozenset(
         "/rerank",
         "/v1/rerank",
         "/v2/rerank",
+        "/v2/embed",
         "/invocations",
     }
 )

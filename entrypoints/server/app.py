@@ -35,6 +35,7 @@ from ..openai.audio.routes import add_audio
 from ..openai.chat.routes import chat_completions
 from ..openai.completions.routes import completions
 from ..openai.invocations import invocations
+from ..openai.pooling.cohere import cohere_embed
 from ..openai.pooling.embeddings import embeddings
 from ..openai.pooling.routes import classify, pooling
 from ..openai.pooling.scoring import rerank, score
@@ -105,6 +106,7 @@ def make_app(
             web.post("/rerank", rerank),
             web.post("/v1/rerank", rerank),
             web.post("/v2/rerank", rerank),
+            web.post("/v2/embed", cohere_embed),
             web.post("/invocations", invocations),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),

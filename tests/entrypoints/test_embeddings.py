@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cohere
 import httpx
 import numpy as np
 import openai
 import pytest
+import tokenizers
 import torch.nn.functional as F
 import transformers
 from encoders import (
@@ -339,9 +343,118 @@ def test_scores_take_every_name_of_the_texts(scorer: Server) -> None:
         assert refused(scorer, "/score", **many)["param"] == names[1]
     assert refused(scorer, "/score", text_1="a", queries="b", text_2="c")["param"] == "queries"
     assert refused(scorer, "/score")["param"] == "text_1"
-    assert refused(scorer, "/score", text_1="a", text_2="b", instruction="c")["param"] == (
-        "instruction"
+
+
+PAIR_TEMPLATE = (
+    "{{ instruction | default('find what fits') }} who "
+    "{{ (messages | selectattr('role', 'eq', 'query') | first).content }} is "
+    "{{ (messages | selectattr('role', 'eq', 'document') | first).content }} fast"
+)
+
+
+@pytest.fixture(scope="module")
+def instructed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    """A reranker that is a decoder: it reads both texts in the form that a template writes."""
+    folder = tmp_path_factory.mktemp("reranker")
+    kind = {"num_labels": 1, "pad_token_id": 0, "hidden_act": "silu"}
+    save_decoder(folder, "Qwen3", "ForSequenceClassification", **kind)
+    with running(config(folder, chat_template=PAIR_TEMPLATE)) as server:
+        yield server, folder
+
+
+def template_score(folder: Path, query: str, document: str, instruction: str) -> float:
+    text = f"{instruction} who {query} is {document} fast"
+    words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = words.encode(text, add_special_tokens=False).ids
+    return float(reference_logits(folder, ids)[0].sigmoid())
+
+
+def test_a_template_joins_texts_with_an_instruction(instructed: tuple[Server, Path]) -> None:
+    server, folder = instructed
+    target = [template_score(folder, QUERY, text, "find what fits") for text in DOCUMENTS]
+    found = post(server, "/score", text_1=QUERY, text_2=DOCUMENTS)["data"]
+    np.testing.assert_allclose([item["score"] for item in found], target, atol=1e-5)
+    asked = "the cat ran"
+    target = [template_score(folder, QUERY, text, asked) for text in DOCUMENTS]
+    ranked = post(server, "/rerank", query=QUERY, documents=DOCUMENTS, instruction=asked)["results"]
+    by_index = {one["index"]: one["relevance_score"] for one in ranked}
+    np.testing.assert_allclose([by_index[i] for i in range(len(DOCUMENTS))], target, atol=1e-5)
+    same = {"chat_template_kwargs": {"instruction": asked}}
+    (score,) = post(server, "/score", text_1=QUERY, text_2=DOCUMENTS[0], **same)["data"]
+    assert score["score"] == pytest.approx(target[0], abs=1e-5)
+    for more, param in (
+        ({"chat_template_kwargs": {"tone": "kind"}}, "chat_template_kwargs"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"text_2": "the " * 3000}, "text_2"),
+    ):
+        body = {"text_1": QUERY, "text_2": "a", **more}
+        assert refused(server, "/score", **body)["param"] == param
+
+
+def test_an_instruction_that_nothing_reads_is_refused(scorer: Server, embedder: Server) -> None:
+    for server in (scorer, embedder):
+        error = refused(server, "/score", text_1="a", text_2="b", instruction="c")
+        assert error["param"] == "instruction"
+
+
+# ---------------------------------------------------------------- Cohere's form
+
+
+@pytest.fixture(scope="module")
+def prompted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """An embedding model that wants a prompt before queries."""
+    folder = tmp_path_factory.mktemp("prompted") / "model"
+    shutil.copytree(minilm(), folder)
+    prompts = {"prompts": {"query": "the query is ", "document": ""}}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    with running(config(folder)) as server:
+        yield server
+
+
+def test_cohere_s_client_gets_embeddings(prompted: Server) -> None:
+    asked = cohere.ClientV2(api_key="none", base_url=prompted.url)
+    plain = np.asarray(
+        [item["embedding"] for item in post(prompted, "/v1/embeddings", input=TEXTS)["data"]]
     )
+    options: Any = {"model": MODEL, "texts": TEXTS, "input_type": "search_document"}
+    response = asked.embed(**options)
+    np.testing.assert_allclose(response.embeddings.float_, plain, atol=1e-6)
+    assert response.texts == TEXTS and response.meta.api_version.version == "2"
+    assert response.meta.billed_units.input_tokens > len(TEXTS)
+    options["input_type"] = "search_query"
+    queries = [f"the query is {text}" for text in TEXTS]
+    target = [item["embedding"] for item in post(prompted, "/v1/embeddings", input=queries)["data"]]
+    np.testing.assert_allclose(asked.embed(**options).embeddings.float_, target, atol=1e-6)
+    bits = np.packbits(plain > 0, axis=1)
+    options |= {"input_type": "classification", "embedding_types": ["binary", "ubinary", "base64"]}
+    packed = asked.embed(**options).embeddings
+    assert packed.float_ is None
+    assert packed.ubinary == bits.tolist()
+    assert packed.binary == (bits.astype(int) - 128).tolist()
+    decoded = [np.frombuffer(base64.b64decode(text), "<f4") for text in packed.base64]
+    np.testing.assert_allclose(decoded, plain, atol=1e-6)
+
+
+def test_bad_requests_for_cohere_s_embeddings_name_the_field(prompted: Server) -> None:
+    texts = {"texts": ["a"]}
+    for more, param in (
+        ({}, "texts"),
+        ({**texts, "inputs": [{"content": [{"type": "text", "text": "b"}]}]}, "texts"),
+        ({"texts": []}, "texts"),
+        ({**texts, "truncate": "START"}, "truncate"),
+        ({**texts, "max_tokens": 0}, "max_tokens"),
+        ({**texts, "max_tokens": 3, "truncate": "NONE"}, "max_tokens"),
+        ({"texts": ["the " * 600], "truncate": "NONE"}, "texts"),
+        ({**texts, "images": ["data:image/png;base64,xx"]}, "images"),
+        ({**texts, "output_dimension": 3}, "dimensions"),
+    ):
+        assert refused(prompted, "/v2/embed", **more)["param"] == param, more
+    assert "int8" in refused(prompted, "/v2/embed", **texts, embedding_types=["int8"])["message"]
+    parts = [{"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    joined = post(prompted, "/v2/embed", inputs=parts)
+    assert joined["texts"] == ["a\nb"]
+    long = post(prompted, "/v2/embed", texts=["the " * 600], max_tokens=5)
+    assert long["meta"]["billed_units"]["input_tokens"] == 5
 
 
 def test_rerank_returns_logits_on_request(scorer: Server) -> None:

@@ -108,12 +108,14 @@ class PairFields(PoolingFields, kw_only=True):
     """Fields of requests whose texts are compared."""
 
     UNSUPPORTED: ClassVar = {
-        **PoolingFields.UNSUPPORTED,
-        "chat_template_kwargs": "pairs of texts are joined without a chat template",
+        name: why for name, why in PoolingFields.UNSUPPORTED.items() if name != "instruction"
     }
 
     activation: bool | None = None
     use_activation: bool | None = None
+    instruction: str | None = None
+    """What makes a document match, for a chat template that joins texts and reads it."""
+    chat_template_kwargs: dict[str, Any] | None = None
     max_tokens_per_query: int | None = None
     max_tokens_per_doc: int | None = None
     """Tokens of a text that are read; what follows them is cut off."""
@@ -123,6 +125,11 @@ class PairFields(PoolingFields, kw_only=True):
             activation=_either(self.activation, self.use_activation),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of the chat template that joins the texts."""
+        given = {} if self.instruction is None else {"instruction": self.instruction}
+        return {**(self.chat_template_kwargs or {}), **given}
 
     def limits(self) -> tuple[int | None, int | None]:
         """Return the token limits of a query and of a document. Raises InvalidRequest."""
@@ -172,7 +179,7 @@ class ScoreRequest(PairFields, kw_only=True):
             for value in (getattr(self, name) for name in names)
         )
         for name, texts in zip(names, (first, second), strict=True):
-            _check_count(name, len(texts))
+            check_count(name, len(texts))
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):
@@ -202,7 +209,7 @@ class RerankRequest(PairFields, kw_only=True):
     def texts(self) -> list[str]:
         if self.top_n is not None and self.top_n < 0:
             raise InvalidRequest(f"top_n: must be at least 0, got {self.top_n}", param="top_n")
-        _check_count("documents", len(self.documents))
+        check_count("documents", len(self.documents))
         texts = []
         for number, document in enumerate(self.documents):
             text = document if isinstance(document, str) else document.get("text")
@@ -220,7 +227,7 @@ def inputs(value: str | list[Any] | None) -> list[str | list[int]]:
         raise InvalidRequest("input: must not be empty", param="input")
     if isinstance(value, str) or _is_token_ids(value):
         return [value]
-    _check_count("input", len(value))
+    check_count("input", len(value))
     if not all(isinstance(item, str) or _is_token_ids(item) for item in value):
         raise InvalidRequest(
             "input: must be text, a list of token ids, or a list of such", param="input"
@@ -232,7 +239,7 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and all_ints(value)
 
 
-def _check_count(name: str, count: int) -> None:
+def check_count(name: str, count: int) -> None:
     if not 1 <= count <= MAX_INPUTS:
         raise InvalidRequest(f"{name}: needs 1 to {MAX_INPUTS} texts, got {count}", param=name)
 

@@ -104,11 +104,14 @@ async def prompts_of(engine: AsyncEngine, request: InputFields) -> list[Any]:
 
 
 async def encoded(
-    engine: AsyncEngine, prompts: Sequence[Any], request: Any, name: str
+    engine: AsyncEngine, prompts: Sequence[Any], request: Any, name: str, *, field: str = ""
 ) -> list[PoolingRequestOutput]:
+    """field: that of the prompts, for errors; "": input or messages, as the request has it."""
     options = {**request.options(name), "max_values": MAX_VALUES}
     work = encode_all(engine, prompts, request.params(), **options)
-    return await naming(work, "input" if getattr(request, "messages", None) is None else "messages")
+    if not field:
+        field = "input" if getattr(request, "messages", None) is None else "messages"
+    return await naming(work, field)
 
 
 async def naming(work: Awaitable[T], field: str) -> T:

@@ -31,7 +31,13 @@ async def score_response(call: Call, params: ScoreRequest) -> dict[str, Any]:
     _check_scores(engine, call.route)
     name = new_id("score", params.request_id)
     pairs = await _cut(engine, params.pairs(), *params.limits())
-    work = score_all(engine, pairs, params.params(), **params.options(name))
+    work = score_all(
+        engine,
+        pairs,
+        params.params(),
+        template_kwargs=params.template_kwargs(),
+        **params.options(name),
+    )
     outputs = await naming(work, params.names()[1])
     data = [
         {"index": index, "object": "score", "score": output.outputs.score}
@@ -54,7 +60,13 @@ async def rerank_response(call: Call, params: RerankRequest) -> dict[str, Any]:
     texts = params.texts()
     name = new_id("rerank", params.request_id)
     pairs = await _cut(engine, [(params.query, text) for text in texts], *params.limits())
-    work = score_all(engine, pairs, params.params(), **params.options(name))
+    work = score_all(
+        engine,
+        pairs,
+        params.params(),
+        template_kwargs=params.template_kwargs(),
+        **params.options(name),
+    )
     outputs = await naming(work, "documents")
     scores = [output.outputs.score for output in outputs]
     best = sorted(range(len(scores)), key=lambda index: -scores[index])
