@@ -40,7 +40,7 @@ ALL = ServerOptions(
     }
 )
 """Everything that a flag can turn on."""
-POOLING = ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank")
+POOLING = ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank", "/v2/embed")
 """Routes of which a model that writes serves none."""
 
 
@@ -288,6 +288,7 @@ PLAUSIBLE: dict[str, Any] = {
     "text_1": TEXT,
     "text_2": TEXT | st.lists(TEXT, min_size=1, max_size=3),
     "documents": st.lists(TEXT, min_size=1, max_size=3),
+    "texts": st.lists(TEXT, min_size=1, max_size=3),
     "model": st.sampled_from(("tiny", None)),
     "stream": st.booleans(),
     "stream_options": st.fixed_dictionaries(
@@ -319,6 +320,8 @@ PLAUSIBLE: dict[str, Any] = {
     "request_id": st.text("ab1-", min_size=1, max_size=9),
 }
 """Values that most requests have; the other fields come as Schemathesis makes them."""
+GIVEN = ("prompt", "input", "text_1", "text_2", "texts")
+"""What a request is about, where none of its fields is required."""
 FLAGS = ("echo", "ignore_eos", "return_token_ids", "include_reasoning", "continue_final_message",
          "add_generation_prompt", "return_token_strs", "return_documents", "normalize",
          "skip_special_tokens", "include_stop_str_in_output")  # fmt: skip
@@ -329,8 +332,10 @@ def shaped(draw: Any, body: dict[str, Any], schema: dict[str, Any]) -> dict[str,
     """A request that is likely to be answered: plausible values, at most one wild one."""
     fields = schema["properties"]
     likely = [name for name in fields if name in PLAUSIBLE]
+    if "instruction" in fields:  # No chat template joins the texts.
+        likely.remove("chat_template_kwargs")
     wild = [name for name in body if name not in PLAUSIBLE and name in fields]
-    names = [*schema["required"], *(n for n in ("prompt", "input") if n in fields)]
+    names = [*schema["required"], *(n for n in GIVEN if n in fields)]
     names += draw(st.lists(st.sampled_from(likely), max_size=5))
     result = {name: draw(PLAUSIBLE[name]) for name in names}
     if "messages" in result:  # In place of the other one, where there are both.
