@@ -33,6 +33,11 @@ class SpeechTokens:
     """Begins the text that came before; None: the model takes none."""
     no_speech: int | None = None
     """Its probability where a language would follow is that of no speech."""
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    """(layer, head) of the decoder whose attention to the source tells when a token is said; ():
+    the checkpoint names none."""
+    median_width: int = 7
+    """Of the filter of that attention, in rows of the source."""
 
 
 class AudioSource(Protocol):

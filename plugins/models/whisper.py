@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -15,7 +15,8 @@ from torch import nn
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Shard, WeightMap
-from ...core.nn.context import BuildContext
+from ...core.nn.context import BuildContext, EncodeContext
+from ...core.nn.ragged import RaggedRows
 from ...core.parts.encoder_decoder import FeatureShape
 from ...core.protocols.audio import SpeechTokens
 from .decoder import QKV_SHARDS
@@ -171,11 +172,47 @@ class WhisperForConditionalGeneration(EncoderDecoderLM):
         """Return the spectrogram that the checkpoint was trained with."""
         return LogMel(feature_shape(config.hf_config), speech_tokens(config, generation))
 
+    def source_weights(
+        self, source: torch.Tensor, token_ids: torch.Tensor, heads: Sequence[tuple[int, int]]
+    ) -> torch.Tensor:
+        """Return how heads (layer, head) attend to a source [1, channels, frames] while they read
+        tokens: [heads, tokens, rows] float32. Computed beside the caches, on one rank."""
+        model: Any = self.model
+        encoder, decoder = model.encoder, model.decoder
+        rows = encoder.embed_positions.weight.shape[0]
+        positions = torch.arange(rows, device=source.device)
+        ragged = RaggedRows.of(np.asarray([0, rows], dtype=np.int32), source.device)
+        context = EncodeContext(positions, ragged, positions)
+        states = encoder.normed(encoder(self.read(source), context))
+        places = torch.arange(len(token_ids), device=source.device)
+        hidden = decoder.add_positions(model.shared(token_ids), decoder.embed_positions(places))
+        weights: dict[int, torch.Tensor] = {}
+        for number, layer in enumerate(decoder.layers):
+            own, norm = layer.self_attn, layer.self_attn_layer_norm
+            query, key, value = _heads(own.qkv_proj(hidden, norm=norm), 3, own.head_dim)
+            read = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            hidden = own.project(hidden, read.transpose(0, 1).flatten(1))
+            cross, norm = layer.encoder_attn, layer.encoder_attn_layer_norm
+            [query] = _heads(cross.query(hidden, norm=norm), 1, cross.head_dim)
+            key, value = _heads(cross.kv_proj(states), 2, cross.head_dim)
+            scores = (query @ key.transpose(1, 2)).float() * cross.head_dim**-0.5
+            weights[number] = scores.softmax(dim=-1)
+            read = weights[number].to(value.dtype) @ value
+            hidden = cross.project(hidden, read.transpose(0, 1).flatten(1))
+            hidden = layer.add(hidden, layer.mlp, layer.final_layer_norm)
+        return torch.stack([weights[layer][head] for layer, head in heads])
+
     def read(self, source: torch.Tensor) -> torch.Tensor:
         """[sources, channels, frames] → what positions are added to"""
         encoder: Any = self.model.encoder
         out: torch.Tensor = encoder.read(source.to(encoder.conv1.weight.dtype))
         return out
+
+
+def _heads(merged: torch.Tensor, count: int, head_dim: int) -> tuple[torch.Tensor, ...]:
+    """[tokens, count * heads * head_dim] → so many of [heads, tokens, head_dim]"""
+    parts = merged.view(len(merged), count, -1, head_dim).permute(1, 2, 0, 3)
+    return parts.unbind(0)
 
 
 def feature_shape(hf: Any) -> FeatureShape:
@@ -206,4 +243,20 @@ def speech_tokens(config: ModelConfig, generation: Mapping[str, Any]) -> SpeechT
         # These two stand before it in each of Whisper's vocabularies.
         previous=generation.get("prev_sot_token_id", no_timestamps - 2),
         no_speech=no_timestamps - 1,
+        alignment_heads=_alignment_heads(hf, generation.get("alignment_heads")),
+        median_width=int(getattr(hf, "median_filter_width", 7)),
+    )
+
+
+def _alignment_heads(hf: Any, given: Any) -> tuple[tuple[int, int], ...]:
+    """Return the pairs that generation_config.json names, without any that are not there."""
+    pairs = given if isinstance(given, list) else []
+    return tuple(
+        (pair[0], pair[1])
+        for pair in pairs
+        if isinstance(pair, list)
+        and len(pair) == 2
+        and all(type(number) is int and number >= 0 for number in pair)
+        and pair[0] < hf.decoder_layers
+        and pair[1] < hf.decoder_attention_heads
     )

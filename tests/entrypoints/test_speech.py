@@ -32,6 +32,7 @@ SPECIAL = (
     "<|notimestamps|>",
 )  # fmt: skip
 TIMES = tuple(f"<|{number * 0.02:.2f}|>" for number in range(51))
+ALIGNMENT = [[0, 1], [1, 0], [1, 3]]
 TOKEN = {token: NUM_WORDS + number for number, token in enumerate((*SPECIAL, *TIMES))}
 
 
@@ -64,6 +65,7 @@ def save_whisper(folder: Path) -> Any:
         task_to_id={name: TOKEN[f"<|{name}|>"] for name in ("translate", "transcribe")},
         no_timestamps_token_id=TOKEN["<|notimestamps|>"], is_multilingual=True,
         suppress_tokens=[TOKEN["<|startoflm|>"], TOKEN["<|startofprev|>"]],
+        alignment_heads=ALIGNMENT,
     )  # fmt: skip
     return model
 
@@ -161,6 +163,111 @@ def written_language(model: Any, data: bytes) -> list[str]:
     return [max(LANGUAGES, key=lambda name: float(logits[TOKEN[f"<|{name}|>"]]))]
 
 
+@torch.no_grad()
+def times_of(model: Any, data: bytes, prompt: list[int], tokens: list[int]) -> list[float]:
+    """→ when each token begins, by `transformers`"""
+    samples, _ = soundfile.read(io.BytesIO(data), dtype="float32")
+    extractor = transformers.WhisperFeatureExtractor(chunk_length=1, feature_size=80)
+    features = extractor(samples, sampling_rate=RATE, return_tensors="pt").input_features
+    ids = torch.tensor([prompt + tokens])
+    model.set_attn_implementation("eager")
+    out = model(input_features=features, decoder_input_ids=ids, output_attentions=True)
+    generated = {"cross_attentions": [out.cross_attentions], "sequences": ids}
+
+    class Generated(dict[str, Any]):
+        __getattr__ = dict.__getitem__
+
+    times = model._extract_token_timestamps(
+        Generated(generated), ALIGNMENT, num_frames=len(samples) // 160, num_input_ids=len(prompt)
+    )
+    return [float(time) for time in times[0, len(prompt) :]]
+
+
+def test_words_have_the_times_of_transformers(
+    whisper: Any, server: Server, client: openai.OpenAI
+) -> None:
+    """Of the first window, whose tokens are known."""
+    model, _ = whisper
+    data = recording(0.9)
+    num_words = 0
+    for number in range(6):
+        before = f" w{number} w{number + 7}"
+        prompt = [
+            TOKEN["<|startofprev|>"], number, number + 7,
+            *(TOKEN[f"<|{name}|>"] for name in ("startoftranscript", "de", "transcribe")),
+        ]  # fmt: skip
+        tokens = [token for token in written(model, data, prompt, 30) if token != 80]
+        made = client.audio.transcriptions.create(
+            file=("a.wav", data), model="served", language="de", temperature=1e-9, prompt=before,
+            response_format="verbose_json", timestamp_granularities=["word", "segment"],
+        )  # fmt: skip
+        assert made.segments is not None
+        first = sum(len(segment.tokens) for segment in made.segments if segment.seek == 0)
+        if not first:
+            continue
+        starts = times_of(model, data, prompt, tokens)
+        expected = [
+            (f"w{token}", starts[at], starts[at + 1])
+            for at, token in enumerate(tokens)
+            if token < NUM_WORDS
+        ][:first]
+        assert made.words is not None
+        found = [(word.word, word.start, word.end) for word in made.words[:first]]
+        assert [word for word, *_ in found] == [word for word, *_ in expected]
+        spans = [[start, end] for _, start, end in found]
+        assert np.allclose(spans, [[start, end] for _, start, end in expected], atol=1e-3)
+        num_words += first
+    assert num_words > 12
+
+
+def test_words_of_several_windows_go_on(client: openai.OpenAI) -> None:
+    made = client.audio.transcriptions.create(
+        file=("a.wav", recording(3.4)), model="served", language="de", temperature=0.4,
+        response_format="verbose_json", timestamp_granularities=["word"], extra_body={"seed": 7},
+    )  # fmt: skip
+    assert made.words is not None and made.segments is not None
+    assert "".join(f" {word.word}" for word in made.words).strip() == made.text
+    assert all(0 <= word.start <= word.end <= 3.41 for word in made.words)
+    assert made.words[-1].start > 1
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (1, 9), (5, 5), (7, 40), (12, 3)])
+def test_the_cheapest_path_is_that_of_transformers(tokens: int, rows: int) -> None:
+    from transformers.models.whisper.generation_whisper import (
+        _dynamic_time_warping,
+        _median_filter,
+    )
+
+    from jackfield.entrypoints.openai.audio import word_times
+
+    random = np.random.default_rng(tokens)
+    for _ in range(20):
+        cost = random.integers(-4, 5, (tokens, rows)).astype(np.float64)  # With equal ones.
+        text, time = _dynamic_time_warping(cost)
+        jumps = np.pad(np.diff(text), (1, 0), constant_values=1).astype(bool)
+        assert word_times._first_rows(cost).tolist() == time[jumps].tolist()
+    values = random.normal(size=(2, tokens, rows)).astype(np.float32)
+    smooth = word_times._median_filter(values, 7)
+    assert np.allclose(smooth, _median_filter(torch.from_numpy(values), 7).numpy())
+
+
+def test_punctuation_belongs_to_words() -> None:
+    from jackfield.entrypoints.openai.audio.word_times import words_of
+
+    pieces = [" Say", " (", "hel", "lo", "),", " it", "'s", " me", "!"]
+
+    def decode(token_ids: Any) -> str:
+        return "".join(pieces[token] for token in token_ids)
+
+    times = [(float(number), number + 1.0) for number in range(len(pieces))]
+    made = words_of(range(len(pieces)), times, decode, "en")
+    assert [(word.word, word.start, word.end) for word in made] == [
+        ("Say", 0, 1), ("(hello),", 1, 5), ("it's", 5, 7), ("me!", 7, 9),
+    ]  # fmt: skip
+    made = words_of(range(len(pieces)), times, decode, "ja")
+    assert len(made) > 5
+
+
 def test_every_form_says_the_same(server: Server, client: openai.OpenAI) -> None:
     """Of a recording of several windows."""
     data = recording(3.4)
@@ -215,6 +322,10 @@ def test_other_files_are_read(form: str, rate: int, channels: int, server: Serve
         ({"temperature": "warm"}, "temperature"),
         ({"temperature": "3"}, "temperature"),
         ({"timestamp_granularities[]": "word"}, "timestamp_granularities"),
+        (
+            {"timestamp_granularities[]": "word", "response_format": "srt"},
+            "timestamp_granularities",
+        ),
         ({"timestamp_granularities[]": "day"}, "timestamp_granularities"),
         ({"include[]": "logprobs"}, "include"),
         ({"stream": "true", "response_format": "srt"}, "stream"),

@@ -77,6 +77,7 @@ def source_shape(model: nn.Module) -> FeatureShape | None:
 
 class EncoderDecoder(WorkerPart):
     name = NAME
+    methods = frozenset({"source_weights"})
 
     def __init__(self, model: nn.Module, backend: AttentionBackend, batch: PersistentBatch) -> None:
         """backend: for layouts with a row per token."""
@@ -126,6 +127,22 @@ class EncoderDecoder(WorkerPart):
         features = torch.frombuffer(data, dtype=torch.float32)
         features = features.view(len(items), shape.channels, shape.frames)
         return features.to(self._batch.device, non_blocking=True)
+
+    def source_weights(
+        self, features: bytes, token_ids: Sequence[int], heads: Sequence[Sequence[int]]
+    ) -> bytes:
+        """Return how heads (layer, head) of the decoder attend to a source while they read tokens:
+        [heads, tokens, rows] float32. Raises ValueError for a model that does not tell."""
+        compute: Any = getattr(self._model, "source_weights", None)
+        if compute is None or self._shape is None:
+            raise ValueError("this model does not tell how it attends to its source")
+        source = torch.frombuffer(bytearray(features), dtype=torch.float32)
+        source = source.view(1, self._shape.channels, self._shape.frames).to(self._batch.device)
+        tokens = torch.tensor(list(token_ids), dtype=torch.int64, device=self._batch.device)
+        with torch.inference_mode():
+            weights = compute(source, tokens, [(layer, head) for layer, head in heads])
+        data: bytes = weights.float().cpu().numpy().tobytes()
+        return data
 
     def run_scratch(self, num_tokens: int) -> None:
         """Encode `num_tokens` of sources to the null block, to compile kernels or measure

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .transcriber import Segment
+from .word_times import Word
 
 
 def subtitles(segments: Sequence[Segment], form: str) -> str:
@@ -43,6 +44,11 @@ def verbose(segment: Segment) -> dict[str, Any]:
         "compression_ratio": segment.compression_ratio,
         "no_speech_prob": segment.no_speech_prob,
     }
+
+
+def timed(word: Word) -> dict[str, Any]:
+    """Return a word as `verbose_json` has it."""
+    return {"word": word.word, "start": round(word.start, 3), "end": round(word.end, 3)}
 
 
 def joined(segments: Sequence[Segment]) -> str:

@@ -32,6 +32,14 @@ class TranscriptionSegment(msgspec.Struct):
     no_speech_prob: float
 
 
+class TranscriptionWord(msgspec.Struct):
+    """A word; start and end in seconds."""
+
+    word: str
+    start: float
+    end: float
+
+
 class TranscriptionResponse(msgspec.Struct):
     """A transcription; all fields in the format verbose_json."""
 
@@ -41,6 +49,7 @@ class TranscriptionResponse(msgspec.Struct):
     language: str | msgspec.UnsetType = msgspec.UNSET
     duration: float | msgspec.UnsetType = msgspec.UNSET
     segments: list[TranscriptionSegment] | msgspec.UnsetType = msgspec.UNSET
+    words: list[TranscriptionWord] | msgspec.UnsetType = msgspec.UNSET
 
 
 def audio_route(form: type[msgspec.Struct]) -> Callable[[F], F]:

@@ -89,9 +89,10 @@ class TranscriptionForm(TranslationForm, kw_only=True, forbid_unknown_fields=Tru
 
     def check(self) -> None:
         super().check()
-        if "word" in self.timestamp_granularities:
+        if "word" in self.timestamp_granularities and self.response_format != "verbose_json":
             raise InvalidRequest(
-                "timestamp_granularities: times of words are not made; segment is",
+                "timestamp_granularities: word is for the format verbose_json, not "
+                f"{self.response_format}",
                 param="timestamp_granularities",
             )
         if self.include:

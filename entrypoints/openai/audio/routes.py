@@ -14,14 +14,14 @@ from ....core.audio.files import AudioFile
 from ....core.audio.source import make_source
 from ....core.engine.async_engine import AsyncEngine
 from ....core.errors import InvalidRequest
-from ....core.protocols.audio import AudioSource
+from ....core.protocols.audio import AudioSource, SpeechTokens
 from ....core.sampling_params import SamplingParams
 from ...http.auth.origin import Origin
 from ...http.context import ENGINE, new_id, part_id, reply, tokenizer_of
 from ...http.request_log import watched
 from ...http.streaming import named_frame, stream
 from ..common.request_body import call_of
-from .formats import joined, subtitles, verbose
+from .formats import joined, subtitles, timed, verbose
 from .openapi import audio_route
 from .request import (
     TranscriptionForm,
@@ -65,6 +65,9 @@ async def _answer(
     audio, tokens = speech_of(engine)
     if translate and tokens.translate is None:
         raise InvalidRequest("model: this model does not translate", param="model")
+    words = "word" in getattr(params, "timestamp_granularities", ())
+    if words:
+        _check_words(engine, tokens)
     file = await asyncio.to_thread(AudioFile, data, audio.sampling_rate)
     tokenizer = tokenizer_of(engine)
     before: list[int] = []
@@ -78,14 +81,28 @@ async def _answer(
         temperatures=params.temperatures,
         params=params.sampling(),
         times=params.response_format not in ("json", "text"),
+        words=words,
     )
-    decoder = EngineDecoder(engine, audio, origin)
+    decoder = EngineDecoder(engine, audio, tokens, origin)
     longest = engine.model_config.max_model_len
     transcriber = Transcriber(file, decoder, task, audio.max_samples, longest)
     if params.stream:
         return await stream(request, _events(transcriber))
     segments = [each async for window in transcriber.segments() for each in window]
     return _response(params.response_format, transcriber, segments, translate=translate)
+
+
+def _check_words(engine: AsyncEngine, tokens: SpeechTokens) -> None:
+    """Raise InvalidRequest where no times of words can be had."""
+    reason = None
+    if not tokens.alignment_heads:
+        reason = "this model's generation_config.json has no alignment_heads"
+    elif engine.config.tensor_parallel_size > 1:
+        reason = "times of words are not made where ranks divide the model"
+    if reason is not None:
+        raise InvalidRequest(
+            f"timestamp_granularities: {reason}; ask for segment", param="timestamp_granularities"
+        )
 
 
 def _response(
@@ -105,6 +122,8 @@ def _response(
             **body,
             "segments": [verbose(segment) for segment in segments],
         }
+    if transcriber.words:
+        body["words"] = [timed(word) for word in transcriber.words]
     return reply({**body, "usage": _usage(transcriber)})
 
 
@@ -128,8 +147,11 @@ def _usage(transcriber: Transcriber) -> dict[str, Any]:
 class EngineDecoder:
     """An engine's model of speech, for one request."""
 
-    def __init__(self, engine: AsyncEngine, audio: AudioSource, origin: Origin) -> None:
-        self._engine, self._audio, self._origin = engine, audio, origin
+    def __init__(
+        self, engine: AsyncEngine, audio: AudioSource, tokens: SpeechTokens, origin: Origin
+    ) -> None:
+        self._engine, self._audio, self._tokens = engine, audio, tokens
+        self._origin = origin
         self._tokenizer = tokenizer_of(engine)
         self._id, self._count = new_id("trsc"), 0
 
@@ -159,6 +181,13 @@ class EngineDecoder:
             if position is not None
         ]
         return Heard(completion.token_ids, logprobs)
+
+    async def attention(self, window: Any, token_ids: Sequence[int]) -> np.ndarray:
+        heads = self._tokens.alignment_heads
+        args = (window.features.data, list(token_ids), [list(head) for head in heads])
+        [data, *_] = await self._engine.collective_rpc("source_weights", args=args)
+        weights = np.frombuffer(data, dtype=np.float32)
+        return weights.reshape(len(heads), len(token_ids), -1)
 
     def text(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)

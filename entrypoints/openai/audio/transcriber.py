@@ -21,6 +21,7 @@ import numpy as np
 from ....core.audio.files import AudioFile
 from ....core.protocols.audio import SpeechTokens
 from ....core.sampling_params import SamplingParams
+from .word_times import Word, starts_of_tokens, words_of
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Tried one after the other, if a request sets none."""
@@ -56,6 +57,10 @@ class Decoder(Protocol):
     ) -> Heard:
         """Decode a window after a decoder's prompt."""
 
+    async def attention(self, window: Any, token_ids: Sequence[int]) -> np.ndarray:
+        """Return how the heads that align attend to a window while they read tokens: [heads,
+        tokens, rows]"""
+
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens that are no special ones."""
 
@@ -90,11 +95,14 @@ class Task:
     temperatures: tuple[float, ...] = TEMPERATURES
     params: SamplingParams = field(default_factory=SamplingParams)
     """What else sampling depends on."""
+    words: bool = False
+    """Whether words have times."""
     times: bool = True
     """Whether segments have times. Without, a recording of one window is decoded without them."""
 
 
 class _Attempt(NamedTuple):
+    prompt: list[int]
     heard: Heard
     temperature: float
     avg_logprob: float
@@ -115,6 +123,8 @@ class Transcriber:
         self._num_segments = 0
         self.language = task.language
         """Known with the first segment."""
+        self.words: list[Word] = []
+        """Of the segments so far, if the task says so."""
 
     @property
     def seconds(self) -> float:
@@ -140,6 +150,8 @@ class Transcriber:
                 seek += len(samples)
             else:
                 made, used = self._cut(attempt, seek, len(samples), no_speech, last=last)
+                if self._task.words and made:
+                    await self._time_words(window, attempt, made, seek, len(samples))
                 seek += used
                 if made:
                     yield made
@@ -181,7 +193,7 @@ class Transcriber:
         heard = await self._decoder.write(window, prompt, params)
         text = self._decoder.text([token for token in heard.token_ids if token < tokens.end])
         mean = sum(heard.logprobs) / max(len(heard.logprobs), 1)
-        return _Attempt(heard, temperature, mean, compression_ratio(text))
+        return _Attempt(prompt, heard, temperature, mean, compression_ratio(text))
 
     def _begin(self, *, times: bool) -> list[int]:
         """Return the tokens that say what to do."""
@@ -256,6 +268,28 @@ class Transcriber:
             )  # fmt: skip
             self._num_segments += 1
         return segments, used
+
+    async def _time_words(
+        self, window: Any, attempt: _Attempt, segments: list[Segment], seek: int, num_samples: int
+    ) -> None:
+        """Add the words of a window's segments."""
+        tokens = self._task.tokens
+        ids = [token for token in attempt.heard.token_ids if token != tokens.end]
+        weights = await self._decoder.attention(window, [*attempt.prompt, *ids])
+        rows = max(1, num_samples * weights.shape[2] // self._max_samples)
+        own = weights[:, len(attempt.prompt) :, :rows]
+        firsts = await asyncio.to_thread(starts_of_tokens, own, tokens.median_width)
+        starts = [seek / self._rate + first * tokens.seconds_per_time for first in firsts.tolist()]
+        ends = [*starts[1:], starts[-1]]
+        spans = zip(ids, zip(starts, ends, strict=True), strict=True)
+        said = [(token, span) for token, span in spans if token < tokens.end]
+        # Of text behind the last time, which is heard again, there is no segment.
+        count = sum(len(segment.token_ids) for segment in segments)
+        said = said[:count]
+        self.words += words_of(
+            [token for token, _ in said], [span for _, span in said], self._decoder.text,
+            self.language,
+        )  # fmt: skip
 
     def _remember(self, attempt: _Attempt, segments: list[Segment]) -> None:
         if attempt.temperature > FORGETS:
