@@ -13,7 +13,8 @@ from ...core.errors import InvalidRequest
 from ..flags.secrets import without_secrets
 from ..http.context import ENGINE, reply
 from .adapter_routes import add_adapter_routes
-from .live_routes import add_live_routes, engine_of
+from .live.routes import add_live_routes
+from .live.surface import engine_of
 
 
 class CacheInUse(InvalidRequest):

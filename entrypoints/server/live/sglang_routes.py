@@ -1,0 +1,262 @@
+"""SGLang's routes that pause the engine, change its weights and lend its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+
+from ....core.errors import JackfieldError
+from ....core.live.engine_jobs import (
+    LEASE_SECONDS,
+    TAGS,
+    AskLive,
+    BeginUpdate,
+    CommitUpdate,
+    JoinGroup,
+    LeaveGroup,
+    Pause,
+    ReadFiles,
+    ReceiveTensors,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    WakeUp,
+)
+from ...http.context import reply
+from ...openai.common.openapi import documented
+from ...openai.common.request_body import decode_body
+from .surface import LiveState, ask, lease_of, parts_of, state
+
+
+class PauseAsSglang(msgspec.Struct):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+    lease: float | None = LEASE_SECONDS
+
+
+class FromDisk(msgspec.Struct):
+    """A checkpoint on the server's machine."""
+
+    model_path: str
+    load_format: str | None = None
+    weight_version: str | None = None
+    abort_all_requests: bool = False
+    keep_pause: bool = False
+    """Leave the engine paused, if it was."""
+    flush_cache: bool = True
+    """SGLang's; cached prefixes of other weights are never found, whatever it says."""
+
+
+class SglangGroup(msgspec.Struct):
+    master_address: str
+    master_port: int
+    world_size: int
+    rank_offset: int = 1
+    group_name: str = "weights"
+    backend: Literal["nccl", "gloo", ""] = ""
+
+
+class GroupName(msgspec.Struct):
+    group_name: str = "weights"
+
+
+class FromGroup(msgspec.Struct):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weights"
+    flush_cache: bool = True
+    """As in `FromDisk`."""
+
+
+class MemoryTags(msgspec.Struct):
+    tags: tuple[str, ...] | None = None
+    """weights, kv_cache; null: both."""
+
+
+class EndUpdate(msgspec.Struct):
+    weight_version: str | None = None
+    abort_all_requests: bool = False
+
+
+class SglangReply(msgspec.Struct):
+    success: bool
+    message: str
+    num_paused_requests: int = 0
+    weight_version: str = ""
+
+
+@documented("admin", request=PauseAsSglang, response=LiveState, errors=(403, 409))
+async def pause_generation(request: web.Request) -> web.Response:
+    """Pause the engine: `abort`; `retract`, and requests are computed again afterwards; or
+    `in_place`, and they go on with their caches."""
+    body = PauseAsSglang()
+    if request.can_read_body:
+        body = await decode_body(request, PauseAsSglang)
+    job = Pause(
+        mode="abort" if body.mode == "abort" else "keep",
+        clear_cache=body.mode != "in_place",
+        lease=body.lease,
+    )
+    return state("ok", await ask(request, job))
+
+
+@documented("admin", response=LiveState, errors=(403,))
+async def continue_generation(request: web.Request) -> web.Response:
+    """End a pause; harmless without one."""
+    return state("ok", await ask(request, Resume()))
+
+
+@documented("admin", request=MemoryTags, response=dict[str, Any], errors=(403, 409))
+async def release_memory_occupation(request: web.Request) -> web.Response:
+    """Give memory back, of weights or caches; weights are read again, or sent."""
+    tags = await _memory_tags(request)
+    return reply(await ask(request, Sleep(level=2, tags=tags)))
+
+
+@documented("admin", request=MemoryTags, response=dict[str, Any], errors=(403, 409))
+async def resume_memory_occupation(request: web.Request) -> web.Response:
+    """Take memory again, of weights or caches."""
+    return reply(await ask(request, WakeUp(tags=await _memory_tags(request))))
+
+
+async def _memory_tags(request: web.Request) -> tuple[str, ...]:
+    tags: tuple[str, ...] = TAGS
+    if request.can_read_body:
+        tags = (await decode_body(request, MemoryTags)).tags or TAGS
+    return tags
+
+
+@documented("admin", response=str, content_type="text/plain", errors=(400, 403))
+async def flush_cache(request: web.Request) -> web.Response:
+    """Forget cached prefixes, unless requests run."""
+    if (await ask(request, ResetPrefixCache()))["success"]:
+        return web.Response(text="Cache flushed.\n")
+    return web.Response(text="Flush cache failed: requests are running.\n", status=400)
+
+
+@documented("admin", response=SglangReply, errors=(403,))
+async def begin_weight_update(request: web.Request) -> web.Response:
+    """Begin to take new weights, with SGLang's answer."""
+
+    async def work() -> str:
+        await ask(request, BeginUpdate(lease=lease_of(request.query)))
+        return "The update has begun."
+
+    return await _as_sglang(request, work)
+
+
+@documented("admin", request=EndUpdate, response=SglangReply, errors=(403,))
+async def end_weight_update(request: web.Request) -> web.Response:
+    """Serve with the new weights from the next step on, with SGLang's answer."""
+
+    async def work() -> str:
+        body = EndUpdate()
+        if request.can_read_body:
+            body = await decode_body(request, EndUpdate)
+        return await _commit(request, body.weight_version, abort=body.abort_all_requests)
+
+    return await _as_sglang(request, work)
+
+
+@documented("admin", request=FromDisk, response=SglangReply, errors=(403,))
+async def update_weights_from_disk(request: web.Request) -> web.Response:
+    """Serve with the weights of a checkpoint on the server's machine, once they are read."""
+
+    async def work() -> str:
+        body = await decode_body(request, FromDisk)
+        update = (await ask(request, BeginUpdate()))["update"]
+        load_format = body.load_format or ""
+        await ask(request, ReadFiles(update=update, path=body.model_path, load_format=load_format))
+        message = await _commit(
+            request, body.weight_version, abort=body.abort_all_requests, update=update
+        )
+        if not body.keep_pause:
+            await ask(request, Resume())
+        return message
+
+    return await _as_sglang(request, work)
+
+
+@documented("admin", request=SglangGroup, response=SglangReply, errors=(403,))
+async def init_weights_update_group(request: web.Request) -> web.Response:
+    """Join the group of a process that sends weights, with SGLang's answer."""
+
+    async def work() -> str:
+        body = await decode_body(request, SglangGroup)
+        job = JoinGroup(
+            group=body.group_name, host=body.master_address, port=body.master_port,
+            world_size=body.world_size, rank_offset=body.rank_offset, backend=body.backend,
+        )  # fmt: skip
+        await ask(request, job)
+        return "Succeeded to initialize custom process group."
+
+    return await _as_sglang(request, work)
+
+
+@documented("admin", request=GroupName, response=SglangReply, errors=(403,))
+async def destroy_weights_update_group(request: web.Request) -> web.Response:
+    """Leave a group, with SGLang's answer."""
+
+    async def work() -> str:
+        await ask(request, LeaveGroup(group=(await decode_body(request, GroupName)).group_name))
+        return "Succeeded to destroy custom process group."
+
+    return await _as_sglang(request, work)
+
+
+@documented("admin", request=FromGroup, response=SglangReply, errors=(403,))
+async def update_weights_from_distributed(request: web.Request) -> web.Response:
+    """Take the tensors that number 0 of a group sends now, with SGLang's answer."""
+
+    async def work() -> str:
+        body = await decode_body(request, FromGroup)
+        parts = parts_of(body.names, body.dtypes, body.shapes)
+        await ask(request, ReceiveTensors(parts=parts, group=body.group_name))
+        return "Succeeded to update parameter online."
+
+    return await _as_sglang(request, work)
+
+
+async def _commit(
+    request: web.Request, version: str | None, *, abort: bool, update: str = ""
+) -> str:
+    if abort:
+        paused = await ask(request, AskLive())
+        await ask(request, Pause(mode="abort"))
+        try:
+            answer = await ask(request, CommitUpdate(update=update, version=version))
+        finally:
+            if not paused["is_paused"]:
+                await ask(request, Resume())
+    else:
+        answer = await ask(request, CommitUpdate(update=update, version=version))
+    return f"Succeeded to update model weights: version {answer['weights_version']}."
+
+
+async def _as_sglang(request: web.Request, work: Callable[[], Awaitable[str]]) -> web.Response:
+    try:
+        message = await work()
+    except JackfieldError as error:
+        return reply(SglangReply(False, error.message), 400 if error.status < 500 else error.status)
+    state = await ask(request, AskLive())
+    waiting = state["num_requests"] if state["is_paused"] else 0
+    return reply(SglangReply(True, message, waiting, state["weights_version"]))
+
+
+POSTS = (
+    release_memory_occupation,
+    resume_memory_occupation,
+    pause_generation,
+    continue_generation,
+    flush_cache,
+    begin_weight_update,
+    end_weight_update,
+    update_weights_from_disk,
+    init_weights_update_group,
+    destroy_weights_update_group,
+    update_weights_from_distributed,
+)
+"""Handlers, whose names are the paths."""

@@ -1,0 +1,279 @@
+"""vLLM's routes that pause the engine, change its weights and lend its memory."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+
+from ....core.errors import InvalidRequest, RequestFailed, shown
+from ....core.live.engine_jobs import (
+    AskLive,
+    BeginUpdate,
+    CommitUpdate,
+    JoinGroup,
+    LeaveGroup,
+    NameWeights,
+    Pause,
+    PutTensors,
+    ReceiveTensors,
+    ReportMemoryUse,
+    Resume,
+    RollBack,
+    Sleep,
+    WakeUp,
+    check_mode,
+)
+from ....core.live.safetensors_bytes import read_header
+from ....core.live.worker_jobs import TensorPart
+from ...http.context import ENGINE, reply
+from ...openai.common.openapi import documented
+from ...openai.common.request_body import decode_body
+from .surface import LiveState, ask, flag_of, lease_of, parts_of, state, tags_of
+
+PACKED_BYTES = 1 << 30
+"""Of a buffer of tensors that travel together, as in vLLM."""
+
+
+class GroupInfo(msgspec.Struct):
+    """The group that weights come from: the sender is number 0."""
+
+    master_address: str
+    master_port: int
+    world_size: int
+    """Ranks of the engine, and the sender."""
+    rank_offset: int = 1
+    backend: Literal["nccl", "gloo", ""] = ""
+    """Default: by the device."""
+    packed: bool = False
+    packed_buffer_size_bytes: int = PACKED_BYTES
+    timeout: float = 300.0
+    """Seconds to wait for the sender, now and at each tensor."""
+
+
+class InitTransfer(msgspec.Struct):
+    init_info: GroupInfo
+
+
+class TensorNames(msgspec.Struct):
+    """Tensors in the order in which they are sent, named as in the checkpoint."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+    def parts(self) -> tuple[TensorPart, ...]:
+        """Return them. Raises InvalidRequest for lists of unlike lengths."""
+        return parts_of(self.names, self.dtype_names, self.shapes)
+
+
+class UpdateWeights(msgspec.Struct):
+    update_info: TensorNames
+
+
+class FinishUpdate(msgspec.Struct):
+    weight_version: str | None = None
+
+
+class NewVersion(msgspec.Struct):
+    new_version: str
+
+
+class WorkerCall(msgspec.Struct):
+    """A method of the workers: of the parts of plugins, those that they list."""
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: float | None = None
+
+
+@documented("admin", response=LiveState, errors=(400, 403, 409))
+async def pause(request: web.Request) -> web.Response:
+    """POST /pause: pause the engine, and answer once it is idle.
+
+    `?mode=abort` ends requests with what they have, `wait` lets them run to their end, `keep` lets
+    them go on afterwards; `clear_cache=false` with their caches. `lease`: seconds after which the
+    pause ends by itself; `none`: never.
+    """
+    query = request.query
+    job = Pause(
+        mode=check_mode(query.get("mode", "abort")),
+        clear_cache=flag_of(query, "clear_cache", default=True),
+        lease=lease_of(query),
+    )
+    return state("paused", await ask(request, job))
+
+
+@documented("admin", response=LiveState, errors=(403,))
+async def resume(request: web.Request) -> web.Response:
+    """End a pause; harmless without one."""
+    return state("resumed", await ask(request, Resume()))
+
+
+@documented("admin", response=dict[str, bool], errors=(403,))
+async def is_paused(request: web.Request) -> web.Response:
+    """Whether a pause has brought the engine to rest."""
+    return reply({"is_paused": (await ask(request, AskLive()))["is_paused"]})
+
+
+@documented("admin", response=dict[str, str], errors=(403,))
+async def weight_info(request: web.Request) -> web.Response:
+    """The version of the weights that serve."""
+    return reply({"weight_version": (await ask(request, AskLive()))["weights_version"]})
+
+
+@documented("admin", response=dict[str, int], errors=(403,))
+async def get_world_size(request: web.Request) -> web.Response:
+    """How many ranks join a group that weights come from."""
+    return reply({"world_size": (await ask(request, AskLive()))["world_size"]})
+
+
+@documented("admin", request=InitTransfer, response=dict[str, str], errors=(403,))
+async def init_weight_transfer_engine(request: web.Request) -> web.Response:
+    """Join the group of a process that sends weights."""
+    info = (await decode_body(request, InitTransfer)).init_info
+    await ask(
+        request,
+        JoinGroup(
+            host=info.master_address, port=info.master_port, world_size=info.world_size,
+            rank_offset=info.rank_offset, backend=info.backend, timeout=info.timeout,
+            packed_bytes=info.packed_buffer_size_bytes if info.packed else 0,
+        ),
+    )  # fmt: skip
+    return reply({"message": "Weight transfer initialized"})
+
+
+@documented("admin", response=dict[str, str], errors=(400, 403))
+async def shutdown_weight_transfer_engine(request: web.Request) -> web.Response:
+    """Leave the group of a process that sends weights."""
+    await ask(request, LeaveGroup())
+    return reply({"message": "Weight transfer shut down"})
+
+
+@documented("admin", response=dict[str, str], errors=(400, 403, 409))
+async def start_weight_update(request: web.Request) -> web.Response:
+    """Begin to take new weights, while the present ones serve.
+
+    `lease`: seconds without a call about it after which it is given up; `none`: never.
+    """
+    answer = await ask(request, BeginUpdate(lease=lease_of(request.query)))
+    return reply({"message": "Weight update started", **answer})
+
+
+@documented("admin", request=UpdateWeights, response=dict[str, str], errors=(403, 404))
+async def update_weights(request: web.Request) -> web.Response:
+    """Take tensors: a list of what number 0 of the group sends now; or, as
+    `application/octet-stream`, the tensors themselves, in a body like a safetensors file.
+
+    A body is a bucket: any number of them, of any tensors, make an update.
+    """
+    if request.content_type == "application/octet-stream":
+        body = await request.read()
+        parts, begin = read_header(body)
+        await ask(request, PutTensors(parts=parts, data=body[begin:]))
+    else:
+        info = (await decode_body(request, UpdateWeights)).update_info
+        await ask(request, ReceiveTensors(parts=info.parts()))
+    return reply({"message": "Weights received"})
+
+
+@documented("admin", request=FinishUpdate, response=dict[str, Any], errors=(403, 404))
+async def finish_weight_update(request: web.Request) -> web.Response:
+    """Serve with the new weights from the next step on, if they are whole."""
+    body = FinishUpdate()
+    if request.can_read_body:
+        body = await decode_body(request, FinishUpdate)
+    answer = await ask(request, CommitUpdate(version=body.weight_version))
+    return reply({"message": "Weight update finished", **answer})
+
+
+@documented("admin", response=dict[str, str], errors=(400, 403, 404))
+async def abort_weight_update(request: web.Request) -> web.Response:
+    """Give an update up: the old weights serve on."""
+    await ask(request, RollBack())
+    return reply({"message": "Weight update given up"})
+
+
+@documented("admin", request=NewVersion, response=dict[str, Any], errors=(403,))
+async def update_weight_version(request: web.Request) -> web.Response:
+    """Give the weights that serve another name."""
+    version = (await decode_body(request, NewVersion)).new_version
+    await ask(request, NameWeights(version=version))
+    return reply({"success": True, "new_version": version})
+
+
+@documented("admin", response=dict[str, Any], errors=(400, 403, 409))
+async def sleep(request: web.Request) -> web.Response:
+    """POST /sleep: pause the engine, and give the memory of weights and caches back.
+
+    `?level=1` keeps the weights' numbers in host memory, `2` drops them; `mode` as of `/pause`;
+    `tags=weights`, `tags=kv_cache`: of these alone.
+    """
+    query = request.query
+    level = query.get("level", "1")
+    if level not in ("1", "2"):
+        raise InvalidRequest(f"level: must be 1 or 2, got {shown(level)}", param="level")
+    mode = check_mode(query.get("mode", "abort"))
+    answer = await ask(request, Sleep(level=int(level), mode=mode, tags=tags_of(query)))
+    return reply({"status": "sleeping", "level": int(level), **answer})
+
+
+@documented("admin", response=dict[str, Any], errors=(400, 403, 409))
+async def wake_up(request: web.Request) -> web.Response:
+    """POST /wake_up: take the memory again; once all is there, requests run.
+
+    `?tags=weights&tags=kv_cache`: of these alone.
+    """
+    answer = await ask(request, WakeUp(tags=tags_of(request.query)))
+    status = "sleeping" if answer["is_sleeping"] else "awake"
+    return reply({"status": status, "tags": list(tags_of(request.query)), **answer})
+
+
+@documented("admin", response=dict[str, bool], errors=(403,))
+async def is_sleeping(request: web.Request) -> web.Response:
+    """Whether memory of weights or caches is given back."""
+    return reply({"is_sleeping": (await ask(request, AskLive()))["is_sleeping"]})
+
+
+@documented("admin", request=WorkerCall, response=dict[str, Any], errors=(403,))
+async def collective_rpc(request: web.Request) -> web.Response:
+    """Call a method that a part of a plugin offers, on each rank."""
+    body = await decode_body(request, WorkerCall)
+    engine = request.app[ENGINE]
+    try:
+        results = await engine.collective_rpc(body.method, body.timeout, body.args, body.kwargs)
+    except TimeoutError:
+        raise RequestFailed(f"{body.method} has not returned in {body.timeout:g} seconds") from None
+    return reply({"results": results})
+
+
+@documented("admin", response=dict[str, Any], errors=(403,))
+async def memory_report(request: web.Request) -> web.Response:
+    """Who has how much memory, on the first rank."""
+    return reply(await ask(request, ReportMemoryUse()))
+
+
+POSTS = (
+    pause,
+    resume,
+    init_weight_transfer_engine,
+    shutdown_weight_transfer_engine,
+    start_weight_update,
+    update_weights,
+    finish_weight_update,
+    abort_weight_update,
+    update_weight_version,
+    sleep,
+    wake_up,
+    collective_rpc,
+)
+GETS = (
+    is_paused,
+    weight_info,
+    get_world_size,
+    is_sleeping,
+    memory_report,
+)
+"""Handlers, whose names are the paths."""
