@@ -38,6 +38,7 @@ from ..live.engine_jobs import (
     LeaveGroup,
     LiveJob,
     NameWeights,
+    OpenTensors,
     Pause,
     PrepareUpdate,
     PutTensors,
@@ -63,12 +64,14 @@ from ..live.worker_jobs import (
     FinishWeights,
     JoinSenders,
     LeaveSenders,
+    OpenWeights,
     PutWeights,
     ReadWeights,
     ReceiveWeights,
     ReleaseMemory,
     ReportMemory,
     RestoreMemory,
+    TensorPart,
     WeightCount,
 )
 from ..protocols.executors import Executor
@@ -111,6 +114,8 @@ class LiveControl:
         """What has read the update in progress; None: it is sent."""
         self._prepared: WeightCount | None = None
         """Set once the update in progress is known to be whole."""
+        self._announced: dict[str, tuple[TensorPart, ...]] = {}
+        """Group → what it sent the last time."""
         self._lease = Lease(self._lease_ended)
         self._one = asyncio.Lock()
         """Calls about updates, one at a time."""
@@ -124,6 +129,7 @@ class LiveControl:
             ReadFiles: self._read,
             PutTensors: self._put,
             ReceiveTensors: self._receive,
+            OpenTensors: self._open,
             JoinGroup: self._join,
             LeaveGroup: self._leave,
             PrepareUpdate: self._prepare,
@@ -211,7 +217,13 @@ class LiveControl:
         return await self._of_update(job.update, PutWeights(job.parts, job.data))
 
     async def _receive(self, job: ReceiveTensors) -> Answer:
-        return await self._of_update(job.update, ReceiveWeights(job.group, job.parts))
+        parts = job.parts or self._announced.get(job.group, ())
+        answer = await self._of_update(job.update, ReceiveWeights(job.group, parts))
+        self._announced[job.group] = parts
+        return answer
+
+    async def _open(self, job: OpenTensors) -> Answer:
+        return await self._of_update(job.update, OpenWeights(job.buckets))
 
     async def _of_update(self, name: str, job: WorkerJob) -> Answer:
         async with self._one:
@@ -223,13 +235,14 @@ class LiveControl:
         await self._answer(
             JoinSenders(
                 job.group, job.host, job.port, job.rank_offset, job.world_size, job.backend,
-                job.timeout, job.packed_bytes,
+                job.timeout, job.packed_bytes, job.rendezvous, job.unique_id,
             )
         )  # fmt: skip
         return {"world_size": self._num_ranks}
 
     async def _leave(self, job: LeaveGroup) -> Answer:
         await self._answer(LeaveSenders(job.group))
+        self._announced.pop(job.group, None)
         return {}
 
     async def _prepare(self, job: PrepareUpdate) -> Answer:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from ..errors import InvalidRequest, shown
-from .worker_jobs import TensorPart
+from .worker_jobs import SharedBucket, TensorPart
 
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
@@ -101,6 +101,8 @@ class JoinGroup(msgspec.Struct, frozen=True, kw_only=True, tag="join_group"):
     backend: str = ""
     timeout: float = 300.0
     packed_bytes: int = 0
+    rendezvous: str = "torch"
+    unique_id: bytes = b""
     """These: see `JoinSenders`."""
 
 
@@ -115,7 +117,18 @@ class ReceiveTensors(msgspec.Struct, frozen=True, kw_only=True, tag="receive_ten
 
     update: str = ""
     parts: tuple[TensorPart, ...]
+    """(): those of the last time."""
     group: str = "weights"
+
+
+class OpenTensors(msgspec.Struct, frozen=True, kw_only=True, tag="open_tensors"):
+    """Take tensors that are in device memory of another process of the same host. → {}
+
+    Once it is done, the memory may be written again.
+    """
+
+    update: str = ""
+    buckets: tuple[SharedBucket, ...]
 
 
 class PrepareUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="prepare_update"):
@@ -209,6 +222,7 @@ LiveJob: TypeAlias = (
     | JoinGroup
     | LeaveGroup
     | ReceiveTensors
+    | OpenTensors
     | PrepareUpdate
     | CommitUpdate
     | RollBack
@@ -221,7 +235,8 @@ LiveJob: TypeAlias = (
 
 
 UPDATE_JOBS = (
-    BeginUpdate, ReadFiles, PutTensors, ReceiveTensors, PrepareUpdate, CommitUpdate, RollBack,
+    BeginUpdate, ReadFiles, PutTensors, ReceiveTensors, OpenTensors, PrepareUpdate, CommitUpdate,
+    RollBack,
 )  # fmt: skip
 
 

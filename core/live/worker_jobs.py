@@ -74,6 +74,11 @@ class JoinSenders(msgspec.Struct, frozen=True, tag="join_senders"):
     packed_bytes: int = 0
     """More than 0: tensors come joined in buffers of bytes, each of which ends with the tensor that
     makes it longer than this."""
+    rendezvous: str = "torch"
+    """With NCCL, how members find each other: "torch", as groups of `torch.distributed` do; "vllm",
+    as vLLM's `PyNcclCommunicator`s do."""
+    unique_id: bytes = b""
+    """NCCL's number of the group, where it needs no host and port."""
 
 
 class LeaveSenders(msgspec.Struct, frozen=True, tag="leave_senders"):
@@ -91,6 +96,46 @@ class ReceiveWeights(msgspec.Struct, frozen=True, tag="receive_weights"):
     group: str
     parts: tuple[TensorPart, ...]
     """Whole tensors."""
+
+
+class SharedTensor(msgspec.Struct, frozen=True):
+    """A tensor in device memory of another process: what `rebuild_cuda_tensor` of torch takes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    """In the storage, in elements."""
+    handle: bytes
+    """CUDA's, of the allocation that the storage is in."""
+    storage_bytes: int
+    storage_begin: int
+    """In the allocation, in bytes."""
+    counter: bytes
+    counter_place: int
+    """By which the sender learns that it is not used any more."""
+    event: bytes
+    """CUDA's handle of the event after which the memory is right."""
+    waits: bool
+    """Whether to wait for the event."""
+
+
+class SharedBucket(msgspec.Struct, frozen=True):
+    """Tensors, one after the other, in device memory of another process."""
+
+    parts: tuple[TensorPart, ...]
+    """Whole tensors. One alone may have strides."""
+    places: dict[str, SharedTensor]
+    """By the device's UUID, or "rank" and a rank's number."""
+
+
+class OpenWeights(msgspec.Struct, frozen=True, tag="open_weights"):
+    """Fill the second model from memory that processes of the same host share. → None
+
+    Once it is done the memory may be written again. Raises LoadError.
+    """
+
+    buckets: tuple[SharedBucket, ...]
 
 
 class DropWeights(msgspec.Struct, frozen=True, tag="drop_weights"):
@@ -186,6 +231,7 @@ StagingJob: TypeAlias = (
     | JoinSenders
     | LeaveSenders
     | ReceiveWeights
+    | OpenWeights
     | DropWeights
     | FinishWeights
     | CheckRelease

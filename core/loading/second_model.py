@@ -131,7 +131,7 @@ class SecondModel:
         view, begin = memoryview(data), 0
         for part in parts:
             dtype = dtype_named(part)
-            size = _nbytes(part, dtype)
+            size = tensor_bytes(part, dtype)
             length = size - part.start if part.nbytes is None else part.nbytes
             if not (0 <= part.start and 0 < length and part.start + length <= size) and size:
                 raise LoadError(
@@ -250,7 +250,8 @@ def dtype_named(part: TensorPart) -> torch.dtype:
     return dtype
 
 
-def _nbytes(part: TensorPart, dtype: torch.dtype) -> int:
+def tensor_bytes(part: TensorPart, dtype: torch.dtype) -> int:
+    """Return a whole tensor's size. Raises LoadError."""
     size = dtype.itemsize
     for length in part.shape:
         if length < 0:

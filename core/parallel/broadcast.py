@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import BroadcastOptions, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from .join import own_address
+from .nccl import NcclGroup, agree_on_id
 
 T = TypeVar("T")
 Announced: TypeAlias = tuple[str, Sequence[int], torch.dtype]
@@ -37,33 +38,48 @@ class BroadcastGroup:
         backend: str = "",
         timeout: float = 300.0,
         packed_bytes: int = 0,
+        rendezvous: str = "torch",
+        unique_id: bytes = b"",
     ) -> None:
         """host, port: where number 0 listens. name: of the group; all say the same. backend: "nccl"
         or "gloo"; "": by the device. packed_bytes: more than 0: tensors travel joined in buffers of
         bytes, each of which ends with the tensor that makes it longer than this; all say the same.
+        rendezvous: with NCCL, "torch" or "vllm": whose groups the others join by. unique_id: NCCL's
+        number of the group, in place of host and port.
         """
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         if backend not in ("nccl", "gloo"):
             raise ValueError(f"backend: must be nccl or gloo, got {backend!r}")
+        if unique_id and backend != "nccl":
+            raise ValueError("NCCL's number of a group is given, and this group is one of gloo")
         self.rank, self.size, self.packed_bytes = rank, size, packed_bytes
         self.device = device if backend == "nccl" else torch.device("cpu")
         """Where tensors are sent from and received to."""
+        self._store: Any = None
+        self._group: Any
+        if backend == "nccl" and (unique_id or rendezvous == "vllm"):
+            if not unique_id:
+                unique_id, self._store = agree_on_id(host, port, rank, size, timeout)
+            self._group = NcclGroup(unique_id, rank, size, self.device, timeout)
+        else:
+            self._group = self._torch_group(host, port, name, backend, timeout)
+
+    def _torch_group(self, host: str, port: int, name: str, backend: str, timeout: float) -> Any:
         limit = timedelta(seconds=timeout)
+        rank, size = self.rank, self.size
         self._store = TCPStore(host, port, size, is_master=rank == 0, timeout=limit)
         # As torch's own groups do, so that a trainer may join by one of those.
         kind = "cuda" if backend == "nccl" else "cpu"
         store = PrefixStore(f"{kind}/", PrefixStore(f"{name}/", PrefixStore(name, self._store)))
-        self._group: Any
         if backend == "gloo":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = limit
             address = own_address(host, port)
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            self._group = dist.ProcessGroupGloo(store, rank, size, options)
-        else:
-            nccl_options = dist.ProcessGroupNCCL.Options()
-            nccl_options._timeout = limit
-            self._group = dist.ProcessGroupNCCL(store, rank, size, nccl_options)
+            return dist.ProcessGroupGloo(store, rank, size, options)
+        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, size, nccl_options)
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send named tensors, as number 0. Raises RuntimeError if a member has gone."""
@@ -107,6 +123,9 @@ class BroadcastGroup:
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         """Send a tensor to all others, or let it be filled by number 0's. Waits."""
+        if isinstance(self._group, NcclGroup):
+            self._group.broadcast(tensor)
+            return
         options = BroadcastOptions()
         options.rootRank = 0
         self._group.broadcast([tensor], options).wait()
@@ -115,7 +134,9 @@ class BroadcastGroup:
 
     def close(self) -> None:
         """Leave."""
-        self._group = self._store = None  # type: ignore[assignment]
+        if isinstance(self._group, NcclGroup):
+            self._group.close()
+        self._group = self._store = None
 
 
 def _nbytes(announced: Announced) -> int:

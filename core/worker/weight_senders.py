@@ -33,7 +33,7 @@ class WeightSenders:
             self._groups[job.group] = BroadcastGroup(
                 job.host, job.port, job.rank_offset + self._rank, job.world_size, self._device,
                 name=job.group, backend=job.backend, timeout=job.timeout,
-                packed_bytes=job.packed_bytes,
+                packed_bytes=job.packed_bytes, rendezvous=job.rendezvous, unique_id=job.unique_id,
             )  # fmt: skip
         except (RuntimeError, OSError, ValueError) as error:
             raise InvalidRequest(

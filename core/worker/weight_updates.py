@@ -19,6 +19,7 @@ from ..live.worker_jobs import (
     FinishWeights,
     JoinSenders,
     LeaveSenders,
+    OpenWeights,
     PutWeights,
     ReadWeights,
     ReceiveWeights,
@@ -34,6 +35,7 @@ from ..parallel.ranks import Ranks
 from ..registry import Plugins
 from .kv_cache.memory import explain_oom
 from .memory_release import MemoryRelease
+from .shared_tensors import receive_shared
 from .weight_senders import WeightSenders
 
 T = TypeVar("T")
@@ -63,8 +65,8 @@ class WeightUpdates:
         self._model, self._serving, self.memory = model, serving, memory
         self._second: SecondModel | None = None
         stage = ranks.pipeline.size - 1 - ranks.pipeline.stage
-        rank = stage * ranks.tensor.size + ranks.tensor.rank
-        self._senders = WeightSenders(rank, device)
+        self._rank = stage * ranks.tensor.size + ranks.tensor.rank
+        self._senders = WeightSenders(self._rank, device)
         # One: what an update brings is taken in order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jackfield-weights")
 
@@ -104,6 +106,8 @@ class WeightUpdates:
                     self._staged().put(job.parts, job.data)
                 case ReceiveWeights():
                     self._senders.receive(job, self._staged().add)
+                case OpenWeights():
+                    receive_shared(job.buckets, self._rank, self._device, self._staged().add)
                 case JoinSenders():
                     self._senders.join(job)
                 case LeaveSenders():

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import pickle
 import socket
+import sys
 import threading
+import types
+from base64 import b64encode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +21,9 @@ import torch
 from safetensors.torch import load_file, save, save_file
 from serving import Server, engine_config, running, save_random
 
+from jackfield.core.live.worker_jobs import SharedTensor
 from jackfield.core.parallel.broadcast import BroadcastGroup
+from jackfield.core.worker import shared_tensors
 from jackfield.entrypoints.http.auth.api_keys import PREFIX, digest_of
 from jackfield.entrypoints.http.options import ServerOptions
 
@@ -29,7 +36,7 @@ POSTS = (
     "/resume_memory_occupation",
     "/begin_weight_update", "/end_weight_update", "/update_weights_from_disk",
     "/init_weights_update_group", "/destroy_weights_update_group",
-    "/update_weights_from_distributed",
+    "/update_weights_from_distributed", "/update_weights_from_tensor",
 )  # fmt: skip
 GETS = ("/is_paused", "/weight_info", "/get_world_size", "/is_sleeping", "/memory_report")
 
@@ -107,7 +114,7 @@ def test_trl_generates_and_updates(
     """What TRL 1.16's `VLLMClient` sends, recorded; tests/entrypoints/test_trl.py runs itself."""
     [card] = get(server, "/v1/models")["data"]
     assert get(server, "/server_info?config_format=json")["vllm_config"]["weight_transfer_config"]
-    tensors = load_file(folders[1] / "model.safetensors")
+    old, tensors = (load_file(folder / "model.safetensors") for folder in folders)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     info = {
@@ -129,6 +136,14 @@ def test_trl_generates_and_updates(
     post(server, "/finish_weight_update", {})
     assert post(server, "/reset_prefix_cache") == {"success": True}
     assert said(server) == texts[1]
+    # vLLM's own trainer says what it sends the first time alone.
+    with ThreadPoolExecutor(1) as pool:
+        post(server, "/start_weight_update", {})
+        received = pool.submit(post, server, "/update_weights", {"update_info": {}})
+        group.send((name, old[name]) for name in tensors)
+        received.result()
+    post(server, "/finish_weight_update", {})
+    assert said(server) == texts[0]
     body = {
         "model": card["id"], "prompt": [[5, 6, 7], [8, 9]], "return_token_ids": True,
         "return_tokens_as_token_ids": True, "n": 2, "repetition_penalty": 1.0, "temperature": 1.0,
@@ -142,6 +157,149 @@ def test_trl_generates_and_updates(
         assert len(choice["logprobs"]["token_logprobs"]) == len(names)
     group.close()
     post(server, "/shutdown_weight_transfer_engine")
+
+
+# ---------------------------------------------------------------- handles of device memory
+
+
+@pytest.fixture
+def device_memory(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, torch.Tensor]:
+    """What handles refer to, in place of a GPU's memory: bytes."""
+    memory: dict[bytes, torch.Tensor] = {}
+
+    def open_tensor(place: SharedTensor, device: torch.device) -> torch.Tensor:
+        dtype = getattr(torch, place.dtype)
+        return memory[place.handle].view(dtype).as_strided(
+            place.shape, place.strides, place.offset
+        )  # fmt: skip
+
+    monkeypatch.setattr(shared_tensors, "open_tensor", open_tensor)
+    return memory
+
+
+def handle_of(tensor: torch.Tensor, memory: dict[bytes, torch.Tensor]) -> tuple[Any, ...]:
+    """What `reduce_tensor` of torch returns for a CUDA tensor, without its function."""
+    handle = b"\x01" + len(memory).to_bytes(63, "little")
+    memory[handle] = tensor.reshape(-1).view(torch.uint8)
+    storage = tensor.untyped_storage()
+    return (
+        torch.Tensor, tensor.shape, tensor.stride(), 0, type(storage), tensor.dtype, 3, handle,
+        storage.nbytes(), 0, False, b"/counter", 0, b"\x02" * 64, True,
+    )  # fmt: skip
+
+
+def encoded(content: Any) -> str:
+    return b64encode(pickle.dumps(content)).decode()
+
+
+def announced_of(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {
+        "names": list(tensors), "shapes": [list(t.shape) for t in tensors.values()],
+        "dtype_names": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_vllms_handles_are_opened(
+    packed: bool, server: Server, folders: tuple[Path, Path], texts: tuple[str, str],
+    device_memory: dict[bytes, torch.Tensor],
+) -> None:  # fmt: skip
+    """In two calls, as its trainer engine for `ipc` makes them."""
+    tensors = load_file(folders[1] / "model.safetensors")
+    names = list(tensors)
+    post(server, "/init_weight_transfer_engine", {"init_info": {"packed": packed}})
+    post(server, "/start_weight_update")
+    for some in (names[:3], names[3:]):
+        chunk = {name: tensors[name] for name in some}
+        info = announced_of(chunk)
+        if packed:
+            flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in chunk.values()])
+            # The buffer is longer than what is in it.
+            handles: Any = {"cpu": handle_of(torch.cat([flat, flat[:100]]), device_memory)}
+            info["tensor_sizes"] = [t.nbytes for t in chunk.values()]
+        else:
+            handles = [{"cpu": handle_of(t, device_memory)} for t in chunk.values()]
+        info["ipc_handles_pickled"] = encoded(handles)
+        post(server, "/update_weights", {"update_info": info})
+        assert said(server) == texts[0]
+    post(server, "/finish_weight_update")
+    assert said(server) == texts[1]
+
+
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+def test_sglangs_handles_are_opened(
+    load_format: str | None, server: Server, folders: tuple[Path, Path], texts: tuple[str, str],
+    device_memory: dict[bytes, torch.Tensor], sglang_metadata: Any,
+) -> None:  # fmt: skip
+    tensors = load_file(folders[1] / "model.safetensors")
+    if load_format is None:
+        content: Any = [(name, handle_of(t, device_memory)) for name, t in tensors.items()]
+    else:
+        flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors.values()])
+        metadata, end = [], 0
+        for name, tensor in tensors.items():
+            metadata.append(
+                sglang_metadata(name, tensor.shape, tensor.dtype, end, end + tensor.nbytes)
+            )
+            end += tensor.nbytes
+        content = {"flattened_tensor": handle_of(flat, device_memory), "metadata": metadata}
+    body = {"serialized_named_tensors": [encoded(content)], "load_format": load_format}
+    refused = httpx.post(server.url + "/update_weights_from_tensor", json=body)
+    assert refused.status_code == 400 and "begin another one" in refused.json()["message"]
+    post(server, "/begin_weight_update")
+    assert post(server, "/update_weights_from_tensor", body)["success"]
+    assert said(server) == texts[0]
+    assert post(server, "/end_weight_update", {"weight_version": "9"})["weight_version"] == "9"
+    assert said(server) == texts[1]
+
+
+@pytest.fixture
+def sglang_metadata(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's class of a tensor in a bucket, where it has it."""
+    module: Any = types.ModuleType("sglang.srt.weight_sync.tensor_bucket")
+
+    @dataclasses.dataclass
+    class FlattenedTensorMetadata:
+        name: str
+        shape: torch.Size
+        dtype: torch.dtype
+        start_idx: int
+        end_idx: int
+
+    FlattenedTensorMetadata.__module__ = module.__name__
+    FlattenedTensorMetadata.__qualname__ = "FlattenedTensorMetadata"
+    module.FlattenedTensorMetadata = FlattenedTensorMetadata
+    for name in ("sglang", "sglang.srt", "sglang.srt.weight_sync"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return FlattenedTensorMetadata
+
+
+def test_handles_that_do_not_fit_leave_the_old_weights(
+    server: Server, folders: tuple[Path, Path], texts: tuple[str, str],
+    device_memory: dict[bytes, torch.Tensor],
+) -> None:  # fmt: skip
+    tensors = load_file(folders[1] / "model.safetensors")
+    name, tensor = next(iter(tensors.items()))
+    info = announced_of({name: tensor})
+    good, small = handle_of(tensor, device_memory), handle_of(tensor[:1], device_memory)
+    half = handle_of(tensor[:2].reshape(-1).view(torch.uint8), device_memory)
+    for changes, said_of_it in (
+        ({"ipc_handles_pickled": encoded([{"cpu": small}])}, "its handle is one of"),
+        ({"ipc_handles_pickled": encoded([{"GPU-1": good}])}, "no handle for rank 0"),
+        ({"ipc_handles_pickled": encoded({"cpu": half}), "tensor_sizes": [tensor.nbytes]},
+         "its tensors have"),
+        ({"ipc_handles_pickled": encoded([])}, "no list of 1 tensors' handles"),
+        ({"ipc_handles_pickled": encoded([{"cpu": good[:-1]}])}, "does not have 15 values"),
+        ({"ipc_handles_pickled": "@"}, "no base64"),
+        ({"ipc_handles_pickled": encoded([print])}, "it names builtins.print"),
+    ):  # fmt: skip
+        post(server, "/start_weight_update")
+        body = {"update_info": {**info, **changes}}
+        refused = httpx.post(server.url + "/update_weights", json=body)
+        assert refused.status_code == 400 and said_of_it in refused.text, refused.text
+        httpx.post(server.url + "/abort_weight_update")  # Given up already, if ranks refused it.
+        assert said(server) == texts[0]
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])

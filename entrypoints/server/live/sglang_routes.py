@@ -17,6 +17,7 @@ from ....core.live.engine_jobs import (
     CommitUpdate,
     JoinGroup,
     LeaveGroup,
+    OpenTensors,
     Pause,
     ReadFiles,
     ReceiveTensors,
@@ -25,6 +26,7 @@ from ....core.live.engine_jobs import (
     Sleep,
     WakeUp,
 )
+from ....core.live.torch_pickles import read_sglang_tensors
 from ...http.context import reply
 from ...openai.common.openapi import documented
 from ...openai.common.request_body import decode_body
@@ -67,6 +69,17 @@ class FromGroup(msgspec.Struct):
     dtypes: list[str]
     shapes: list[list[int]]
     group_name: str = "weights"
+    flush_cache: bool = True
+    """As in `FromDisk`."""
+
+
+class FromTensors(msgspec.Struct):
+    """Tensors in the sender's device memory, on the same devices."""
+
+    serialized_named_tensors: list[str]
+    """One text per rank, as SGLang has them: pickled handles in base64."""
+    load_format: Literal["flattened_bucket", "direct"] | None = None
+    """flattened_bucket: each text is of one tensor with all others in it."""
     flush_cache: bool = True
     """As in `FromDisk`."""
 
@@ -220,6 +233,20 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
     return await _as_sglang(request, work)
 
 
+@documented("admin", request=FromTensors, response=SglangReply, errors=(403,))
+async def update_weights_from_tensor(request: web.Request) -> web.Response:
+    """Take tensors in the sender's device memory, with SGLang's answer."""
+
+    async def work() -> str:
+        body = await decode_body(request, FromTensors)
+        flattened = body.load_format == "flattened_bucket"
+        buckets = read_sglang_tensors(body.serialized_named_tensors, flattened=flattened)
+        await ask(request, OpenTensors(buckets=buckets))
+        return "Success"
+
+    return await _as_sglang(request, work)
+
+
 async def _commit(
     request: web.Request, version: str | None, *, abort: bool, update: str = ""
 ) -> str:
@@ -258,5 +285,6 @@ POSTS = (
     init_weights_update_group,
     destroy_weights_update_group,
     update_weights_from_distributed,
+    update_weights_from_tensor,
 )
 """Handlers, whose names are the paths."""

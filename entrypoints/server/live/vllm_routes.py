@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from typing import Any, Literal
 
 import msgspec
@@ -15,6 +16,7 @@ from ....core.live.engine_jobs import (
     JoinGroup,
     LeaveGroup,
     NameWeights,
+    OpenTensors,
     Pause,
     PutTensors,
     ReceiveTensors,
@@ -26,7 +28,7 @@ from ....core.live.engine_jobs import (
     check_mode,
 )
 from ....core.live.safetensors_bytes import read_header
-from ....core.live.worker_jobs import TensorPart
+from ....core.live.torch_pickles import read_vllm_handles
 from ...http.context import ENGINE, reply
 from ...openai.common.openapi import documented
 from ...openai.common.request_body import decode_body
@@ -34,38 +36,86 @@ from .surface import LiveState, ask, flag_of, lease_of, parts_of, state, tags_of
 
 PACKED_BYTES = 1 << 30
 """Of a buffer of tensors that travel together, as in vLLM."""
+UNIQUE_ID_BYTES = 128
+"""Of NCCL's number of a group."""
 
 
-class GroupInfo(msgspec.Struct):
-    """The group that weights come from: the sender is number 0."""
+class TransferInfo(msgspec.Struct):
+    """The group that weights come from, of which the sender is number 0. None of it for handles of
+    shared memory, which need no group."""
 
-    master_address: str
-    master_port: int
-    world_size: int
+    master_address: str | None = None
+    master_port: int | None = None
+    world_size: int = 0
     """Ranks of the engine, and the sender."""
     rank_offset: int = 1
+    nccl_unique_id_b64: str | None = None
+    """NCCL's number of the group, in place of an address."""
     backend: Literal["nccl", "gloo", ""] = ""
     """Default: by the device."""
     packed: bool = False
     packed_buffer_size_bytes: int = PACKED_BYTES
+    packed_num_buffers: int = 2
+    """Ignored: the sender's own."""
     timeout: float = 300.0
     """Seconds to wait for the sender, now and at each tensor."""
 
+    def job(self) -> JoinGroup | None:
+        """Return what joins the group; None: there is none. Raises InvalidRequest."""
+        packed_bytes = self.packed_buffer_size_bytes if self.packed else 0
+        common: dict[str, Any] = {
+            "world_size": self.world_size, "rank_offset": self.rank_offset,
+            "backend": self.backend, "timeout": self.timeout, "packed_bytes": packed_bytes,
+            "rendezvous": "vllm",
+        }  # fmt: skip
+        if self.nccl_unique_id_b64 is not None:
+            return JoinGroup(host="", port=0, unique_id=_unique_id(self), **common)
+        if self.master_address is None and self.master_port is None:
+            return None
+        if self.master_address is None or self.master_port is None:
+            raise InvalidRequest(
+                "master_address: give it and master_port, or nccl_unique_id_b64",
+                param="master_address",
+            )
+        return JoinGroup(host=self.master_address, port=self.master_port, **common)
+
+
+def _unique_id(info: TransferInfo) -> bytes:
+    field = "nccl_unique_id_b64"
+    if info.master_address is not None or info.master_port is not None:
+        raise InvalidRequest(f"{field}: give it or master_address, not both", param=field)
+    try:
+        number = b64decode(info.nccl_unique_id_b64 or "", validate=True)
+    except ValueError:
+        number = b""
+    if len(number) != UNIQUE_ID_BYTES:
+        raise InvalidRequest(f"{field}: must be {UNIQUE_ID_BYTES} bytes in base64", param=field)
+    return number
+
 
 class InitTransfer(msgspec.Struct):
-    init_info: GroupInfo
+    init_info: TransferInfo
 
 
 class TensorNames(msgspec.Struct):
     """Tensors in the order in which they are sent, named as in the checkpoint."""
 
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
+    names: list[str] = []
+    """None: the tensors of the last time."""
+    dtype_names: list[str] = []
+    shapes: list[list[int]] = []
+    ipc_handles_pickled: str | None = None
+    """In place of sending: handles of the sender's device memory, as vLLM has them (base64)."""
+    tensor_sizes: list[int] | None = None
+    """In bytes, if all tensors are in the memory of one handle."""
 
-    def parts(self) -> tuple[TensorPart, ...]:
-        """Return them. Raises InvalidRequest for lists of unlike lengths."""
-        return parts_of(self.names, self.dtype_names, self.shapes)
+    def job(self) -> ReceiveTensors | OpenTensors:
+        """Return what takes them. Raises InvalidRequest."""
+        parts = parts_of(self.names, self.dtype_names, self.shapes)
+        if self.ipc_handles_pickled is None:
+            return ReceiveTensors(parts=parts)
+        handles = self.ipc_handles_pickled
+        return OpenTensors(buckets=read_vllm_handles(handles, parts, self.tensor_sizes))
 
 
 class UpdateWeights(msgspec.Struct):
@@ -132,16 +182,10 @@ async def get_world_size(request: web.Request) -> web.Response:
 
 @documented("admin", request=InitTransfer, response=dict[str, str], errors=(403,))
 async def init_weight_transfer_engine(request: web.Request) -> web.Response:
-    """Join the group of a process that sends weights."""
+    """Join the group of a process that sends weights; nothing for handles of shared memory."""
     info = (await decode_body(request, InitTransfer)).init_info
-    await ask(
-        request,
-        JoinGroup(
-            host=info.master_address, port=info.master_port, world_size=info.world_size,
-            rank_offset=info.rank_offset, backend=info.backend, timeout=info.timeout,
-            packed_bytes=info.packed_buffer_size_bytes if info.packed else 0,
-        ),
-    )  # fmt: skip
+    if (job := info.job()) is not None:
+        await ask(request, job)
     return reply({"message": "Weight transfer initialized"})
 
 
@@ -164,8 +208,9 @@ async def start_weight_update(request: web.Request) -> web.Response:
 
 @documented("admin", request=UpdateWeights, response=dict[str, str], errors=(403, 404))
 async def update_weights(request: web.Request) -> web.Response:
-    """Take tensors: a list of what number 0 of the group sends now; or, as
-    `application/octet-stream`, the tensors themselves, in a body like a safetensors file.
+    """Take tensors: a list of what number 0 of the group sends now; handles of device memory, for
+    a sender on the same devices; or, as `application/octet-stream`, the tensors themselves, in a
+    body like a safetensors file.
 
     A body is a bucket: any number of them, of any tensors, make an update.
     """
@@ -175,7 +220,7 @@ async def update_weights(request: web.Request) -> web.Response:
         await ask(request, PutTensors(parts=parts, data=body[begin:]))
     else:
         info = (await decode_body(request, UpdateWeights)).update_info
-        await ask(request, ReceiveTensors(parts=info.parts()))
+        await ask(request, info.job())
     return reply({"message": "Weights received"})
 
 

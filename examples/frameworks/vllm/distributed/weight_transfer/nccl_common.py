@@ -37,5 +37,6 @@ def trainer_init(init_info: Any, rank: int = 0) -> Communicator:
         init_info["world_size"],
         device,
         packed_bytes=packed_bytes,
+        rendezvous="vllm",
     )
     return Communicator(group)
