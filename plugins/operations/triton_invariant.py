@@ -1,9 +1,9 @@
 """Operations on Triton kernels in which a row's result does not depend on the rows beside it.
 
 Each product has one tile, whatever the number of rows: a tensor core adds the products of a row and
-a column in the same order, wherever the row lies in the tile. No sum is split among programs, and
-none is added atomically. Norms, rotations and activations are those of other steps: they compute a
-row per program.
+a column in the same order, wherever the row lies in the tile. Sums that several programs share are
+added in one order, which a single program keeps, too. Norms, rotations and activations are those of
+other steps: they compute a row per program.
 """
 
 from __future__ import annotations
@@ -20,34 +20,13 @@ from .triton import TritonOperations
 
 try:
     from ...kernels.linear.quant_matmul import quant_matmul, quant_matmul_supports, uniform_config
-    from ...kernels.linear.small_m_matmul import SmallMConfig, small_m_matmul
+    from ...kernels.linear.uniform_matmul import uniform_matmul
     from ...kernels.moe.topk_experts import ROWS
     from ...kernels.quant.dequantize import dequantize_weight
     from .experts import expert_products, experts_product, experts_serve
     from .layers import routed
 except ImportError:
     pass  # `supports` says why.
-
-MANY_OUTPUTS = 12288
-"""Rows of a weight from which on a program takes 128 of them: fewer programs would not use all of a
-GPU's multiprocessors."""
-
-
-def product_tiles(weight: torch.Tensor) -> SmallMConfig:
-    """Return the tiles of a product, by its weight alone: wide enough for prompts, and with the
-    weight's rows divided among enough programs for decoding."""
-    if weight.dtype == torch.float32:
-        return SmallMConfig(32, 64, 32, 1, 4, 2)
-    if weight.shape[0] >= MANY_OUTPUTS:
-        return SmallMConfig(128, 128, 64, 1, 8, 4)
-    return SmallMConfig(128, 64, 64, 1, 4, 4)
-
-
-def gated_tiles(weight: torch.Tensor) -> SmallMConfig:
-    """As `product_tiles`, of a product with gates: a program takes as many rows of each."""
-    if weight.dtype == torch.float32:
-        return SmallMConfig(32, 32, 32, 1, 4, 2)
-    return SmallMConfig(64, 64, 64, 1, 4, 4)
 
 
 class InvariantTritonOperations(TritonOperations):
@@ -72,8 +51,8 @@ class InvariantTritonOperations(TritonOperations):
         if factor != 1.0:
             out = self.linear(x, weight, bias)
             return out.mul_(factor) if residual is None else residual.add_(out, alpha=factor)
-        return small_m_matmul(
-            x, weight, bias, residual=residual, config=product_tiles(weight), out=residual
+        return uniform_matmul(
+            x, weight, bias, residual=residual, workspace=self._workspace(x.device), out=residual
         )
 
     def activated_linear(
@@ -97,7 +76,8 @@ class InvariantTritonOperations(TritonOperations):
     ) -> torch.Tensor:
         if norm is not None:
             x = self.normed(x, norm)
-        return small_m_matmul(x, weight, bias, gated=True, config=gated_tiles(weight))
+        workspace = self._workspace(x.device)
+        return uniform_matmul(x, weight, bias, gated=True, workspace=workspace)
 
     def quantized_linear(
         self,

@@ -30,4 +30,4 @@ def test_kernels_fit_the_registers(tmp_path: Path) -> None:
     )
     assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-3000:]
     kernels = {line.split()[0] for line in completed.stdout.splitlines()}
-    assert {"_small_m_matmul_kernel", "_expert_matmul_kernel", "_prefill_kernel"} <= kernels
+    assert {"_uniform_matmul_kernel", "_expert_matmul_kernel", "_prefill_kernel"} <= kernels

@@ -33,10 +33,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def engine_of(folder: Path, **options: Any) -> AsyncEngine:
-    given: dict[str, Any] = {"batch_invariant": True, "max_num_seqs": 8, **options}
+    given = {"device": "cpu", "batch_invariant": True, "max_num_seqs": 8, **options}
     return AsyncEngine(
         EngineConfig(
-            model=str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True,
+            model=str(folder), dtype="float32", skip_tokenizer_init=True,
             max_model_len=96, block_size=4, **given,
         )
     )  # fmt: skip
@@ -90,7 +90,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1
           "adaptive_width": False}  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "together": {},
-    "chunks, preempted": {"num_gpu_blocks_override": 28, "max_num_batched_tokens": 16},
+    "chunks, preempted": {"num_gpu_blocks_override": 30, "max_num_batched_tokens": 16},
     "drafts": {"speculative_config": DRAFTS},
 }
 
@@ -118,9 +118,10 @@ async def test_batches_do_not_change_a_bit(name: str, checkpoints: Any) -> None:
 
 
 @pytest.mark.slow
-async def test_kernels_do_not_change_a_bit(checkpoints: Any) -> None:
-    """The engine with Triton's kernels, interpreted; a mixture, too, in chunks and with drafts."""
+async def test_kernels_do_not_change_a_bit(checkpoints: Any, device: str) -> None:
+    """The engine with Triton's kernels; a mixture, too, in chunks and with drafts."""
     kernels = {"operations": "triton_invariant", "attention_backend": "triton_invariant"}
+    kernels["device"] = device
     asked = requests(6, 5)
     for name in ("llama", "qwen3-moe"):
         async with engine_of(checkpoints(name), enable_prefix_caching=False, **kernels) as engine:

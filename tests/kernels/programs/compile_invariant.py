@@ -82,6 +82,7 @@ steps = {
     "out": lambda: operations.linear(x, made(HIDDEN, HIDDEN), residual=made(T, HIDDEN)),
     "gate": lambda: operations.gated_linear(x, made(2 * INNER, HIDDEN)),
     "down": lambda: operations.linear(INNER_ROWS, made(HIDDEN, INNER), residual=made(T, HIDDEN)),
+    "many rows": lambda: operations.linear(made(4096, HIDDEN), made(HIDDEN, HIDDEN)),
     "head": lambda: operations.linear(x, made(128256, HIDDEN)),
     "fp8": lambda: operations.quantized_linear(x, fp8(HIDDEN, HIDDEN)),
     "4 bits": lambda: operations.quantized_linear(x, words(HIDDEN, HIDDEN)),

@@ -28,6 +28,7 @@ class TestTriton(AttentionBackendKit):
     promised = EVERYTHING | {"distance_bias", "float32"} | ON_A_GPU
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is for the CPU")
 class TestTorchInvariant(AttentionBackendKit):
     name = "torch_invariant"
     promised = EVERYTHING | {"distance_bias", "float32", "float16", "bfloat16"}

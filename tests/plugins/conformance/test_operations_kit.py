@@ -48,6 +48,7 @@ class TestTritonWholly(TestTriton):
     test_experts = OperationsKit.test_experts
 
 
+@pytest.mark.skipif(CUDA, reason="it is for the CPU")
 class TestTorchInvariant(OperationsKit):
     name = "torch_invariant"
     dtypes = ("float32", "bfloat16")
