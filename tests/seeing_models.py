@@ -355,6 +355,32 @@ FAMILIES: dict[str, Family] = {
         by_replacing("Qwen3VLProcessor", "qwen3_vl", image_token="<|image_pad|>"),
     ),
     "Glm4vForConditionalGeneration": GLM4V,
+    "GlmOcrForConditionalGeneration": GLM4V._replace(
+        config=GLM4V.config | {
+            "vision_config": {
+                "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4,
+                "out_hidden_size": 64, "initializer_range": 0.2,
+            },
+        }
+    ),
+    "Ovis2ForConditionalGeneration": Family(
+        {
+            "text_config": {**TEXT, "model_type": "qwen2"},
+            "vision_config": {**TOWER, "vocab_size": 48, "hidden_stride": 2},
+            "image_token_id": 301, "visual_indicator_token_ids": [302, 303, 304, 305, 306],
+            "hidden_size": 64, "vocab_size": 320,
+        },
+        "Ovis2ImageProcessorPil",
+        {
+            "size": {"height": 32, "width": 32}, "crop_to_patches": True, "min_patches": 1,
+            "max_patches": 4,
+        },
+        (
+            "<image>", "<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>",
+            "<IMG_END>",
+        ),
+        "<image>", own("Ovis2Processor", image_seq_length=4),
+    ),
     "Glm4vMoeForConditionalGeneration": GLM4V._replace(
         config=GLM4V.config | {
             "text_config": {

@@ -35,6 +35,7 @@ class PackedAttention(nn.Module):
     def __init__(self, own: Any, lengths: Lengths, operations: Operations) -> None:
         super().__init__()
         self.qkv, self.proj, self.num_heads = own.qkv, own.proj, own.num_heads
+        self.q_norm, self.k_norm = getattr(own, "q_norm", None), getattr(own, "k_norm", None)
         self._lengths, self._operations = lengths, operations
 
     def forward(
@@ -47,7 +48,13 @@ class PackedAttention(nn.Module):
         heads = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
         half = heads.shape[-1] // 2
         cos_sin = torch.cat([part[:, :half] for part in position_embeddings], dim=-1).float()
-        turned = rotate(heads[:, :2].flatten(1, 2), cos_sin[:, None]).to(heads.dtype)
+        turning = heads[:, :2].flatten(1, 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            parts = [
+                norm(heads[:, n].contiguous()) for n, norm in enumerate((self.q_norm, self.k_norm))
+            ]
+            turning = torch.cat(parts, dim=1)
+        turned = rotate(turning, cos_sin[:, None]).to(heads.dtype)
         query, key = turned.chunk(2, dim=1)
         out = self._operations.bidirectional_attention(
             query, key, heads[:, 2], self._lengths.rows(cu_seqlens), heads.shape[-1] ** -0.5
@@ -82,6 +89,8 @@ def pack(tower: nn.Module, operations: Operations) -> None:
     lengths = Lengths()
     for parent in list(tower.modules()):
         for name, own in list(parent.named_children()):
+            if isinstance(parent, PackedAttention):
+                continue
             kind = type(own).__name__
             if kind.endswith("VisionAttention") and hasattr(own, "qkv"):
                 setattr(parent, name, PackedAttention(own, lengths, operations))

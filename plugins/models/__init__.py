@@ -70,7 +70,9 @@ ARCHITECTURES = {
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3TextForSequenceClassification"),
     "gemma3n": ("Gemma3nForCausalLM",),
     "gemma4": ("Gemma4ForCausalLM",),
-    "glm4": ("Glm4ForCausalLM", "Glm4Model", "Glm4ForSequenceClassification"),
+    "glm4": (
+        "Glm4ForCausalLM", "Glm4Model", "Glm4ForSequenceClassification", "GlmOcrTextForCausalLM",
+    ),
     "gpt2": ("GPT2LMHeadModel", "GPTBigCodeForCausalLM"),
     "gpt_neo": ("GPTNeoForCausalLM",),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXJapaneseForCausalLM"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 import torch
@@ -63,6 +64,24 @@ class Glm4Model(HeadlessLM):
 
 class Glm4ForCausalLM(Glm4Model, CausalLM):
     pass
+
+
+class GlmOcrAttention(Glm4Attention):
+    @staticmethod
+    def qkv_bias(hf: object) -> bool:
+        return False
+
+
+class GlmOcrTextForCausalLM(Glm4ForCausalLM):
+    """The text part of GLM-OCR, without the layer behind the last one, which predicts further
+    tokens."""
+
+    attention = GlmOcrAttention
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        further = f"model.layers.{config.num_layers}."
+        self.weight_map = dataclasses.replace(self.weight_map, ignored=(further,))
 
 
 class Glm4ForSequenceClassification(Glm4Model, DecoderClassifier):

@@ -30,6 +30,7 @@ BY_TYPE = (
 TEXT_PARTS = {
     **dict.fromkeys(BY_TYPE, ""),
     "Glm4vForConditionalGeneration": "Glm4ForCausalLM",
+    "GlmOcrForConditionalGeneration": "GlmOcrTextForCausalLM",
     "Glm4vMoeForConditionalGeneration": "Glm4MoeForCausalLM",
     **dict.fromkeys(
         ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),

@@ -57,6 +57,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Glm4vMoeForConditionalGeneration": (
         TEXT | GLM_ROPE | EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1}, QWEN_VISION
     ),
+    "GlmOcrForConditionalGeneration": (TEXT | GLM_ROPE, QWEN_VISION),
     "Idefics3ForConditionalGeneration": (TEXT | {"model_type": "llama"}, VISION),
     "InternVLForConditionalGeneration": (TEXT | {"model_type": "qwen2"}, VISION),
     "Llama4ForConditionalGeneration": (
