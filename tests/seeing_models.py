@@ -486,7 +486,8 @@ FAMILIES: dict[str, Family] = {
         {
             "text_config": {**TEXT, "model_type": "qwen2"},
             "vision_config": {**TOWER, "model_type": "siglip_vision_model"},
-            "image_token_id": 300, "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32]],
+            "image_token_id": 300, "video_token_id": 301,
+            "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32]],
             "vision_feature_layer": -1,
         },
         "LlavaOnevisionImageProcessorPil",

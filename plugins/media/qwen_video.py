@@ -6,17 +6,15 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from ...core.errors import ConfigError
 from ...core.protocols.media import MediaSetup, ProcessedMedia, Sampling, Video
+from .frames import CLIP_DEVIATION, CLIP_MEAN, normalisation, resize_frames, video_options
 from .processor import NORMALISATION
 
-FILES = ("video_preprocessor_config.json", "processor_config.json", "preprocessor_config.json")
-"""Of which the first that a checkpoint has says how its videos are processed."""
 MAX_RATIO = 200
 
 
@@ -28,27 +26,20 @@ class QwenVideo:
     patch_size: ClassVar[int] = 14
     least_pixels: ClassVar[int] = 128 * 28 * 28
     most_pixels: ClassVar[int] = 768 * 28 * 28
-    mean: ClassVar[Sequence[float]] = (0.48145466, 0.4578275, 0.40821073)
-    deviation: ClassVar[Sequence[float]] = (0.26862954, 0.26130258, 0.27577711)
+    mean: ClassVar[Sequence[float]] = CLIP_MEAN
+    deviation: ClassVar[Sequence[float]] = CLIP_DEVIATION
 
     def __init__(self, setup: MediaSetup) -> None:
         self.config, self._tokenize = setup.config, setup.tokenize
         self.placeholder_id = int(setup.config.video_token_id)
-        own = _options(setup.folder)
+        own = video_options(setup.folder)
         size = own.get("size") or {}
         self._least = int(own.get("min_pixels") or size.get("shortest_edge") or self.least_pixels)
         self._most = int(own.get("max_pixels") or size.get("longest_edge") or self.most_pixels)
         self._patch = int(own.get("patch_size") or self.patch_size)
         self._pair = int(own.get("temporal_patch_size") or 2)
         self._merge = int(own.get("merge_size") or 2)
-        self._normalisation = np.asarray(
-            [
-                [float(own.get("rescale_factor") or 1 / 255)] * 3,
-                own.get("image_mean") or self.mean,
-                own.get("image_std") or self.deviation,
-            ],
-            dtype=np.float32,
-        )
+        self._normalisation = normalisation(own, self.mean, self.deviation)
         options = [self._least, self._most, self._patch, self._pair, self._merge]
         text = json.dumps([type(self).__name__, options, self._normalisation.tolist()])
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
@@ -57,7 +48,7 @@ class QwenVideo:
         frames = video.frames
         missing = -len(frames) % self._pair
         height, width = self.resized(*frames.shape[:3])
-        frames = _resize(frames, height, width)
+        frames = resize_frames(frames, height, width)
         frames = np.concatenate([frames, *[frames[-1:]] * missing])
         grid = len(frames) // self._pair, height // self._patch, width // self._patch
         tensors = {
@@ -146,16 +137,6 @@ class Qwen3Video(QwenVideo):
         return ProcessedMedia(tensors, tokens, embedded, grid=units)
 
 
-def _options(folder: Path) -> dict[str, Any]:
-    for name in FILES:
-        if (folder / name).is_file():
-            own: dict[str, Any] = json.loads((folder / name).read_text())
-            own = own.get("video_processor", {}) if name == "processor_config.json" else own
-            if own:
-                return own
-    return {}
-
-
 def _near(
     height: int, width: int, side: int, least: int, most: int, count: float, whole: int
 ) -> tuple[int, int]:
@@ -171,14 +152,3 @@ def _near(
         scale = math.sqrt(least / (count * height * width))
         near = [math.ceil(length * scale / side) * side for length in (height, width)]
     return near[0], near[1]
-
-
-def _resize(frames: np.ndarray, height: int, width: int) -> np.ndarray:
-    from PIL import Image
-
-    if frames.shape[1:3] == (height, width):
-        return frames
-    bicubic = Image.Resampling.BICUBIC
-    return np.stack([
-        np.asarray(Image.fromarray(frame).resize((width, height), bicubic)) for frame in frames
-    ])  # fmt: skip

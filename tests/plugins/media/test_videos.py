@@ -209,3 +209,30 @@ async def test_videos_of_codecs_are_read_with_av(made: Made) -> None:
     async with engine_of(made) as engine:
         want = expected(made, texts, [frames[chosen]], chosen, 4.0, 8)
         assert await said(engine, texts, file.getvalue()) == want
+
+
+async def test_llava_onevision_reads_frames_of_one_size(tmp_path: Path) -> None:
+    """Of two videos, in chunks that end inside one."""
+    model = save("LlavaOnevisionForConditionalGeneration", tmp_path)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    own = {"size": {"height": 32, "width": 32}, "image_mean": [0.5] * 3, "image_std": [0.25] * 3}
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(own))
+    films = [
+        np.stack([np.asarray(picture(seed + number, 32, 32)) for number in range(3)])
+        for seed in (10, 20)
+    ]
+    pixels = torch.from_numpy(np.stack(films)).permute(0, 1, 4, 2, 3).float() / 255
+    text = f"See {'<video>' * 13} or {'<video>' * 13}?"  # Three times 2 by 2, and one.
+    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    with torch.no_grad():
+        out = model.generate(
+            **inputs, pixel_values_videos=(pixels - 0.5) / 0.25, max_new_tokens=NEW,
+            do_sample=False,
+        )  # fmt: skip
+    count = inputs["input_ids"].shape[1]
+    prompt: Any = {"prompt": "See <video> or <video>?", "multi_modal_data": {"video": films}}
+    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+    async with engine_of(Made(tmp_path, model)) as engine:
+        output = [each async for each in engine.generate(prompt, params)][-1]
+    assert output.error is None and len(output.prompt_token_ids) == count
+    assert list(output.outputs[0].token_ids) == out[0, count:].tolist()
