@@ -25,6 +25,13 @@ from .qwen3 import Qwen3Attention
 from .windows import QWEN_WINDOWS
 
 
+def further_layers(config: ModelConfig) -> tuple[str, ...]:
+    """Return what names of tensors of layers that predict further tokens begin with."""
+    more: int = getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
+    first = config.num_layers
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + more))
+
+
 class DeepseekMoeForCausalLM(CausalLM):
     """Decoder with such mixtures, without the layers that predict further tokens."""
 
@@ -32,10 +39,7 @@ class DeepseekMoeForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        more: int = getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
-        first = config.num_layers
-        ignored = tuple(f"model.layers.{layer}." for layer in range(first, first + more))
-        self.weight_map = dataclasses.replace(type(self).weight_map, ignored=ignored)
+        self.weight_map = dataclasses.replace(type(self).weight_map, ignored=further_layers(config))
 
     @staticmethod
     def score_bias(hf: Any) -> bool:

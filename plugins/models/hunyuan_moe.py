@@ -15,7 +15,7 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.routing import RoutingRule
 from ...core.protocols.field_kinds import INTEGER_OR_INTEGERS, SIZE, SIZE_OR_ZERO
 from .decoder import CausalLM
-from .deepseek_moe import is_dense
+from .deepseek_moe import further_layers, is_dense
 from .expert_fields import EXPERTS
 from .hunyuan import HunYuanDenseV1ForCausalLM
 from .qwen3 import Qwen3Attention
@@ -64,6 +64,10 @@ class HYV3ForCausalLM(CausalLM):
             "shared_experts": "shared_mlp",
         },
     )  # fmt: skip
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.weight_map = dataclasses.replace(type(self).weight_map, ignored=further_layers(config))
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:

@@ -25,6 +25,7 @@ from ...core.nn.norm import OffsetRMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from .decoder import CausalLM, Decoder
+from .deepseek_moe import further_layers
 from .gemma import GemmaBlock
 from .windows import WindowedAttention
 
@@ -125,9 +126,7 @@ class Step3p5ForCausalLM(CausalLM):
                 f"att_impl_type: {hf.att_impl_type!r} is not supported", param="att_impl_type"
             )
         super().__init__(config, build)
-        further = range(config.num_layers, config.num_layers + (hf.num_nextn_predict_layers or 0))
-        ignored = tuple(f"model.layers.{layer}." for layer in further)
-        self.weight_map = dataclasses.replace(self.weight_map, ignored=ignored)
+        self.weight_map = dataclasses.replace(self.weight_map, ignored=further_layers(config))
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:

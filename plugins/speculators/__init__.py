@@ -7,8 +7,8 @@ from typing import Any
 from ...core.hooks import hookimpl
 
 MTP = (
-    "mtp", "deepseek_mtp", "ernie_mtp", "glm4_moe_lite_mtp", "glm4_moe_mtp", "mimo_mtp",
-    "qwen3_5_mtp", "qwen3_next_mtp",
+    "mtp", "deepseek_mtp", "ernie_mtp", "exaone_moe_mtp", "glm4_moe_lite_mtp", "glm4_moe_mtp",
+    "hy_v3_mtp", "longcat_flash_mtp", "mimo_mtp", "mimo_v2_mtp", "qwen3_5_mtp", "qwen3_next_mtp",
 )  # fmt: skip
 """The method, and vLLM's older names of it."""
 

@@ -12,7 +12,7 @@ such layers the first is used, once per draft.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -25,13 +25,49 @@ from ...core.loading.json_file import with_texts
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.linear import Linear
+from ...core.nn.mlp import GatedMLP
 from ...core.protocols.speculators import DraftSite, SpeculatorNeeds
-from ..models.blocks import BlockParts
+from ..models.blocks import Block, BlockParts
 from ..models.decoder import CausalLM
+from ..models.indexed import has_indexer
 from ..models.old_constructors import create
+from ..models.windows import window_of_layer
 from .eagle import Eagle
 
 BLOCK, UNUSED = "block.", "unused."
+
+
+def last_layer(config: ModelConfig) -> int:
+    return config.num_layers - 1
+
+
+def indexed_layer(config: ModelConfig) -> int:
+    """Return the last layer with an indexer of its own."""
+    return max(n for n in range(config.num_layers) if has_indexer(config.hf_config, n))
+
+
+def windowed_layer(config: ModelConfig) -> int:
+    """Return the first layer with a window. Raises ConfigError."""
+    for layer in range(config.num_layers):
+        if window_of_layer(config.hf_config, layer) is not None:
+            return layer
+    raise ConfigError(
+        f"{FIELD}: mtp needs a layer with a window, whose attention its own has, and layer_types "
+        "has none",
+        param=FIELD,
+    )
+
+
+def first_of_type(config: ModelConfig) -> int:
+    """Return the first layer of the type that `mtp_layer_types` begins with, or the first one."""
+    types: list[str] = config.hf_config.layer_types
+    own = getattr(config.hf_config, "mtp_layer_types", None) or types
+    return types.index(own[0]) if own[0] in types else 0
+
+
+def wide_mlp(config: ModelConfig, layer: int, build: BuildContext) -> GatedMLP:
+    hf = config.hf_config
+    return GatedMLP(hf.hidden_size, hf.ffn_hidden_size, hf.hidden_act, build)
 
 
 class Layout(NamedTuple):
@@ -50,8 +86,14 @@ class Layout(NamedTuple):
     recycles: Literal["normed", "block", None] = "normed"
     """What a further token goes on from: the block's output, normed or not; None: it was trained
     for one token."""
-    dense: bool = False
-    """Whether the block has an MLP where the model's last layer has a mixture."""
+    mlp: Callable[..., nn.Module] | None = None
+    """What the block has in place of the model's mixture."""
+    block: type[Block] | None = None
+    """Its class, if it is not that of the model's layers."""
+    like: Callable[[ModelConfig], int] = last_layer
+    """Of which layer of the model its attention is; the rest is that of the last one."""
+    turns: bool = False
+    """Whether heads turn by position, though such layers of the model do not."""
 
     def at(self, layer: int) -> Layout:
         """Return the layout with the layer's number."""
@@ -110,14 +152,50 @@ ERNIE = Layout(
     },
     normed=False,
     recycles=None,
-    dense=True,
+    mlp=CausalLM.mlp,
+)
+EXAONE = QWEN._replace(mlp=CausalLM.mlp, like=first_of_type, turns=True)
+HUNYUAN = DEEPSEEK._replace(names={"model.layers.{}.final_layernorm.": "norm.", **DEEPSEEK.names})
+MIMO_V2 = Layout(
+    only=("model.mtp.",),
+    names={
+        **{f"model.mtp.layers.0.{name}.": f"{name}." for name in ("enorm", "hnorm", "eh_proj")},
+        "model.mtp.layers.0.final_layernorm.": "norm.",
+        "model.mtp.layers.0.pre_mlp_layernorm.": f"{BLOCK}post_attention_layernorm.",
+        "model.mtp.layers.0.": BLOCK,
+        "model.mtp.": UNUSED,
+    },
+    zero_first=False,
+    mlp=CausalLM.mlp,
+    like=windowed_layer,
+)
+LONGCAT = Layout(
+    only=("model.mtp.",),
+    names={
+        "model.mtp.layers.0.enorm.m.": "enorm.",
+        "model.mtp.layers.0.hnorm.m.": "hnorm.",
+        "model.mtp.layers.0.eh_proj.": "eh_proj.",
+        "model.mtp.norm.": "norm.",
+        "model.mtp.layers.0.transformer_layer.": BLOCK,
+        "model.mtp.layers.0.": BLOCK,
+        "model.mtp.": UNUSED,
+    },
+    zero_first=False,
+    mlp=wide_mlp,
+    block=Block,
 )
 LAYOUTS: Mapping[str, Layout] = {
     "DeepseekV3ForCausalLM": DEEPSEEK,
+    "DeepseekV32ForCausalLM": DEEPSEEK._replace(like=indexed_layer),
     "Ernie4_5_MoeForCausalLM": ERNIE,
     "Glm4MoeForCausalLM": DEEPSEEK._replace(recycles="block"),
+    "ExaoneMoeForCausalLM": EXAONE,
     "Glm4MoeLiteForCausalLM": DEEPSEEK._replace(recycles="block"),
+    "GlmMoeDsaForCausalLM": DEEPSEEK._replace(like=indexed_layer),
+    "HYV3ForCausalLM": HUNYUAN,
+    "LongcatFlashForCausalLM": LONGCAT,
     "MiMoForCausalLM": MIMO,
+    "MiMoV2FlashForCausalLM": MIMO_V2,
     "Qwen3NextForCausalLM": QWEN,
     "Qwen3_5ForCausalLM": QWEN,
     "Qwen3_5MoeForCausalLM": QWEN,
@@ -135,14 +213,21 @@ class MtpHead(nn.Module):
         super().__init__()
         hf, family = config.hf_config, type(self.target)
         decoder = family.decoder
-        block = decoder.block_of(config)
-        last = config.num_layers - 1
-        mlp = CausalLM.mlp if self.layout.dense else family.mlp
+        block, layer = self.layout.block or decoder.block_of(config), self.layout.like(config)
+        last = last_layer(config)
+
+        def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+            made: nn.Module = (self.layout.mlp or family.mlp)(config, last, build)
+            return made
+
         self.enorm, self.hnorm = block.make_norm(hf, build), block.make_norm(hf, build)
         self.eh_proj = Linear(2 * hf.hidden_size, hf.hidden_size, build)
-        self.block = create(block, BlockParts(config, build, family.attention, mlp), last)
+        self.block = create(block, BlockParts(config, build, family.attention, mlp), layer)
         self.norm = block.make_norm(hf, build) if self.layout.normed else None
-        self.rotary = decoder.rotaries_of(config, build)[last]
+        rotaries = decoder.rotaries_of(config, build)
+        self.rotary = rotaries[layer]
+        if self.rotary is None and self.layout.turns:
+            self.rotary = next((rotary for rotary in rotaries if rotary is not None), None)
         self.weight_map = replace(
             self.target.weight_map, prefixes=self.layout.names, only=self.layout.only, tied={},
             ignored=(UNUSED,), media=None,

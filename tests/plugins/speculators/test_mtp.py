@@ -46,12 +46,16 @@ class Case:
 
     hidden_first, zero_first, normed = False, True, True
     recycles = "normed"
+    seed = 5
+    depth = "num_hidden_layers"
+    window: int | None = None
+    rope_type: tuple[str, ...] = ()
 
     def __init__(self, folder: Path, family: str, architecture: str, sizes: dict[str, Any]) -> None:
         """The layer is one more of the model's, renamed."""
-        torch.manual_seed(5)
+        torch.manual_seed(self.seed)
         config = getattr(transformers, f"{family}Config")(
-            **{**COMMON, "tie_word_embeddings": False, **sizes, "num_hidden_layers": LAYERS + 1,
+            **{**COMMON, "tie_word_embeddings": False, **sizes, self.depth: LAYERS + 1,
                "initializer_range": 0.3}
         )  # fmt: skip
         self.model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -74,9 +78,11 @@ class Case:
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         raw = json.loads((folder / "config.json").read_text())
         raw |= {
-            "architectures": [architecture], "num_hidden_layers": LAYERS,
+            "architectures": [architecture], self.depth: LAYERS,
             "num_nextn_predict_layers": 1,
         }  # fmt: skip
+        if self.depth != "num_hidden_layers":
+            raw.pop("num_hidden_layers", None)
         for name in ("layer_types", "mlp_layer_types"):
             if isinstance(raw.get(name), list):
                 raw[name] = raw[name][:LAYERS]
@@ -114,11 +120,16 @@ class Case:
         count = len(x)
         places = torch.arange(count)[None]
         mask = torch.full((1, 1, count, count), float("-inf")).triu(1)
-        out = self.layer(
+        if self.window is not None:
+            mask += torch.full_like(mask, float("-inf")).tril(-self.window)
+        out = self.run_layer(
             x[None], attention_mask=mask, position_ids=places,
-            position_embeddings=self.model.model.rotary_emb(x[None], places),
+            position_embeddings=self.model.model.rotary_emb(x[None], places, *self.rope_type),
         )  # fmt: skip
         return (out[0] if isinstance(out, tuple) else out)[0]
+
+    def run_layer(self, x: torch.Tensor, **given: Any) -> Any:
+        return self.layer(x, **given)
 
 
 class Deepseek(Case):
@@ -180,6 +191,91 @@ class Qwen(Case):
         return own | {f"mtp.layers.0.{name}": tensor for name, tensor in block.items()}
 
 
+class DenseQwen(Qwen):
+    seed = 6
+    """With 5 two tokens are as likely."""
+
+
+class Hunyuan(Deepseek):
+    """The last norm has another name."""
+
+    def named(self, block: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            name.replace("shared_head.norm", "final_layernorm"): tensor
+            for name, tensor in super().named(block).items()
+        }
+
+
+class Exaone(Qwen):
+    """Norms' weights are stored as they are."""
+
+    window = 12
+
+    def named(self, block: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self.extra, plain = (
+            {name: each + float(each.dim() == 1) for name, each in self.extra.items()},
+            self.extra,
+        )
+        found = super().named(block)
+        self.extra = plain
+        return found
+
+
+class MiMoV2(Case):
+    zero_first = False
+    window, rope_type = 12, ("sliding_attention",)
+
+    def named(self, block: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        own = {
+            f"{'final_layernorm' if name == 'norm' else name}.weight": each
+            for name, each in self.extra.items()
+        }
+        named = {
+            name.replace("post_attention_layernorm", "pre_mlp_layernorm")
+            .replace("self_attn.sinks", "self_attn.attention_sink_bias"): each
+            for name, each in block.items()
+        }  # fmt: skip
+        return {f"model.mtp.layers.0.{name}": each for name, each in (own | named).items()}
+
+
+class Longcat(Case):
+    """The first half of a layer, without its mixture."""
+
+    zero_first = False
+    depth = "num_layers"
+
+    def named(self, block: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        own = {
+            "model.mtp.layers.0.enorm.m.weight": self.extra["enorm"],
+            "model.mtp.layers.0.hnorm.m.weight": self.extra["hnorm"],
+            "model.mtp.layers.0.eh_proj.weight": self.extra["eh_proj"],
+            "model.mtp.norm.weight": self.extra["norm"],
+            "model.mtp.embed_tokens.weight": self.model.model.embed_tokens.weight.clone(),
+        }
+        for name, each in block.items():
+            first, _, rest = name.partition(".0.")
+            if rest and not first.startswith("mlp."):
+                part = "transformer_layer.mlp" if first == "mlps" else first
+                own[f"model.mtp.layers.0.{part}.{rest}"] = each
+        return own
+
+    def run_layer(self, x: torch.Tensor, **given: Any) -> Any:
+        layer = self.layer
+        normed = layer.input_layernorm[0](x)
+        x = x + layer.self_attn[0](hidden_states=normed, **given)[0]
+        return x + layer.mlps[0](layer.post_attention_layernorm[0](x))
+
+
+INDEXED = {**MIXTURE, **LATENT, "index_topk": 12, "index_head_dim": 16, "index_n_heads": 64}
+"""With fewer heads some keys have a score of 0, and which of equal ones is chosen is undefined."""
+EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "num_shared_experts": 1, "head_dim": 16,
+}  # fmt: skip
+WINDOWS = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 12, "mlp_layer_types": ["dense", "sparse", "dense"],
+}  # fmt: skip
 CASES: dict[str, Callable[[Path], Case]] = {
     "DeepseekV3ForCausalLM": lambda folder: Deepseek(
         folder, "DeepseekV3", "DeepseekV3ForCausalLM", {**MIXTURE, **LATENT}
@@ -197,6 +293,42 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "Ernie4_5_MoeForCausalLM": lambda folder: Ernie(
         folder, "Ernie4_5_Moe", "Ernie4_5_MoeForCausalLM",
         {**ERNIE, "moe_layer_end_index": LAYERS - 1, "head_dim": 16},
+    ),
+    "DeepseekV32ForCausalLM": lambda folder: Deepseek(
+        folder, "DeepseekV32", "DeepseekV32ForCausalLM", INDEXED
+    ),
+    # Its own has an indexer, though the model's last layer shares one.
+    "GlmMoeDsaForCausalLM": lambda folder: Deepseek(
+        folder, "GlmMoeDsa", "GlmMoeDsaForCausalLM",
+        {**INDEXED, "indexer_types": ["full", "shared", "full"]},
+    ),
+    "Glm4MoeLiteForCausalLM": lambda folder: Glm(
+        folder, "Glm4MoeLite", "Glm4MoeLiteForCausalLM", {**MIXTURE, **LATENT}
+    ),
+    "HYV3ForCausalLM": lambda folder: Hunyuan(folder, "HYV3", "HYV3ForCausalLM", EXPERTS),
+    "ExaoneMoeForCausalLM": lambda folder: Exaone(
+        folder, "ExaoneMoe", "ExaoneMoeForCausalLM",
+        {**EXPERTS, **WINDOWS, "n_group": 2, "topk_group": 1},
+    ),
+    "MiMoV2FlashForCausalLM": lambda folder: MiMoV2(
+        folder, "MiMoV2Flash", "MiMoV2FlashForCausalLM",
+        {**MIXTURE, **WINDOWS, "n_shared_experts": None, "head_dim": 16, "v_head_dim": 12,
+         "num_key_value_heads": 1, "rope_parameters": {
+             kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 0.5}
+             for kind, base in (("full_attention", 500.0), ("sliding_attention", 100.0))
+         }},
+    ),
+    "LongcatFlashForCausalLM": lambda folder: Longcat(
+        folder, "LongcatFlash", "LongcatFlashForCausalLM",
+        {**LATENT, "num_hidden_layers": 2 * (LAYERS + 1), "ffn_hidden_size": 48,
+         "expert_ffn_hidden_size": 32, "n_routed_experts": 6, "moe_topk": 2, "zero_expert_num": 2,
+         "routed_scaling_factor": 1.5},
+    ),
+    "Qwen3_5ForCausalLM": lambda folder: DenseQwen(
+        folder, "Qwen3_5Text", "Qwen3_5ForCausalLM", NEXT
+    ),
+    "Qwen3_5MoeForCausalLM": lambda folder: Qwen(
+        folder, "Qwen3_5MoeText", "Qwen3_5MoeForCausalLM", NEXT
     ),
 }  # fmt: skip
 
