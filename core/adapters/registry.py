@@ -1,13 +1,11 @@
-"""The adapters of an engine by name: loading, reloading, unloading, and what stays in memory."""
+"""The adapters of an engine by name: loading, reloading, unloading."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -17,11 +15,9 @@ import msgspec
 from ..config import EngineConfig
 from ..errors import (
     ConfigError,
-    EngineStopped,
     InvalidRequest,
     JackfieldError,
     NotFound,
-    RequestFailed,
     shown,
 )
 from ..lora_request import (
@@ -37,13 +33,14 @@ from ..lora_request import (
     unknown_adapter,
 )
 from ..metrics.adapter_metrics import AdapterCounts
-from ..parts.adapters import NAME, AdapterInfo, AdapterUse, num_units
+from ..parts.adapters import NAME, AdapterUse
 from ..registry import Plugins
 from ..request import RequestSpec
 from ..scheduling.parts.adapters import Adapters
-from ..step import DropAdapter, ReadAdapter, WorkerJob
+from ..step import WorkerJob
 from .activation import first_position
 from .finding import Finder
+from .host_memory import Adapter, HostMemory, Loaded
 
 logger = logging.getLogger("jackfield.adapters")
 K = TypeVar("K")
@@ -54,64 +51,10 @@ MAX_NAMES = 10_000
 """Adapters that are known by name; a list of them takes 50 ms."""
 
 
-@dataclass(eq=False)
-class Loaded:
-    """One load of one content, in the host memory of every rank."""
-
-    number: int
-    info: AdapterInfo
-    adapter: Adapter | None = None
-    """None: it was unloaded or replaced, and is dropped once no request uses it."""
-
-    @property
-    def units(self) -> int:
-        return num_units(self.info.rank)
-
-
-@dataclass(eq=False)
-class Adapter:
-    """What a name stands for."""
-
-    name: str
-    path: str
-    format: str
-    parent: str
-    owner: str = ""
-    int_id: int | None = None
-    pinned: bool = False
-    resolved: bool = False
-    """Whether a resolver has found it, and would find it again."""
-    removed: bool = False
-    info: AdapterInfo | None = None
-    """Of its last load; None before the first."""
-    loaded: Loaded | None = None
-    """None: not in host memory."""
-    reading: asyncio.Task[Loaded] | None = None
-    num_waiting: int = 0
-    """Requests that wait until it is read."""
-
-
-@dataclass(eq=False)
-class _Waiter:
-    """A read that waits for room in host memory."""
-
-    since: int
-    """Plans that there were before."""
-    room: asyncio.Future[None]
-    victim: Loaded | None = None
-    """What gets no new requests, so that this read gets its room; None: it has not waited too
-    long."""
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once it waits no longer."""
-
-
 class AdapterRegistry:
     """Names → adapters, of one engine. Everything here runs on the event loop.
 
-    At most `max_cpu_loras` adapters are in host memory, and one more while it is loaded by name.
-    One that no request uses is dropped for another, the least recently used first, and is read
-    again when a request asks for it. If requests use all of them, a read waits; after
-    `lora_max_wait_steps` steps, no new request gets the one that will be free first.
+    An adapter that was dropped from host memory is read again when a request asks for it.
     """
 
     def __init__(
@@ -128,17 +71,10 @@ class AdapterRegistry:
         self._config = config
         self._part = part
         self._finder = Finder(config, plugins)
-        self._ask = ask
+        self._host = HostMemory(config, part, ask)
         self._wake = wake
-        self._most = config.max_cpu_loras or config.max_loras
         self._adapters: OrderedDict[tuple[str, str], Adapter] = OrderedDict()
         """Owner and name → adapter."""
-        self._host: OrderedDict[int, Loaded] = OrderedDict()
-        """Number → what is in host memory, the least recently used one first."""
-        self._numbers = count(1)
-        self._num_reading = 0
-        """Reads that have room, and are not done."""
-        self._waiters: deque[_Waiter] = deque()
         self._resolving: dict[str, asyncio.Task[Adapter]] = {}
         self._requested: dict[LoadAdapter, asyncio.Task[Adapter]] = {}
         """Loads of adapters that requests bring."""
@@ -146,12 +82,8 @@ class AdapterRegistry:
         self._names: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
         """(owner, name) → held while it is loaded."""
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._settles: set[int] = set()
         self.num_waiting = 0
         """Requests that wait until their adapter is in host memory."""
-        self._num_reads = 0
-        self._read_seconds = 0.0
-        part.watch_idle(self._idle)
 
     # ------------------------------------------------------------ requests
 
@@ -206,10 +138,10 @@ class AdapterRegistry:
                 # Not to be dropped for another read before the requests have it that waited.
                 if adapter.loaded is not None:
                     return adapter.loaded
-            elif (waiter := self._waiter_before(loaded)) is not None:
+            elif (waiter := self._host.waiter_before(loaded)) is not None:
                 await waiter.ended.wait()
             else:
-                self._host.move_to_end(loaded.number)
+                self._host.use(loaded)
                 return loaded
 
     async def _find(self, ref: AdapterRef) -> Adapter:
@@ -311,8 +243,8 @@ class AdapterRegistry:
             if present is None:
                 self._check_new(job)
             form = await self._finder.format_at(job.path)
-            self._num_reading += 1  # Without waiting for room.
-            loaded = await self._read(job.path, form)
+            self._host.begin()  # Without waiting for room.
+            loaded = await self._host.read(job.path, form)
             present = self._adapters.get((job.owner, name))
             try:
                 if present is None:  # Others may have been loaded meanwhile.
@@ -320,7 +252,7 @@ class AdapterRegistry:
                 if job.pinned and not (present is not None and present.pinned):
                     self._check_pin(name, loaded)
             except InvalidRequest:
-                self._drop(loaded)
+                self._host.drop(loaded)
                 raise
             parent = job.parent or self._config.served_names[0]
             if present is None:
@@ -334,20 +266,20 @@ class AdapterRegistry:
             if job.pinned and not present.pinned:
                 assert present.loaded is not None
                 self._keep(present, present.loaded)
-            self._trim()
+            self._host.trim()
             return present
 
     def _take(self, adapter: Adapter, loaded: Loaded) -> None:
         """Let a name stand for what was read, if that is not what it stands for already."""
         before = adapter.loaded
         if before is not None and before.info.digest == loaded.info.digest:
-            self._drop(loaded)
+            self._host.drop(loaded)
             return
         if adapter.info is not None and adapter.info.digest != loaded.info.digest:
             logger.info("adapter %r has new content", adapter.name)
         adapter.loaded, adapter.info, loaded.adapter = loaded, loaded.info, adapter
         if before is not None:
-            self._retire(before)
+            self._host.retire(before)
         if adapter.pinned:
             self._part.unpin(before.number if before is not None else 0)
             if self._part.can_pin(loaded.number, loaded.units):
@@ -371,7 +303,7 @@ class AdapterRegistry:
         del self._adapters[adapter.owner, adapter.name]
         if adapter.loaded is not None:
             loaded, adapter.loaded = adapter.loaded, None
-            self._retire(loaded)
+            self._host.retire(loaded)
 
     async def _pin(self, adapter: Adapter, pinned: bool) -> None:
         if not pinned:
@@ -389,7 +321,7 @@ class AdapterRegistry:
 
     def _check_pin(self, name: str, loaded: Loaded) -> None:
         """Raise InvalidRequest if an adapter cannot be pinned besides those that are."""
-        if sum(adapter.pinned for adapter in self._adapters.values()) + 1 >= self._most:
+        if sum(adapter.pinned for adapter in self._adapters.values()) + 1 >= self._host.most:
             raise InvalidRequest(
                 f"adapter {name!r} cannot be pinned: others need room in host memory; raise "
                 "max_cpu_loras",
@@ -485,7 +417,7 @@ class AdapterRegistry:
         part = self._part
         everyones = [
             (loaded.number, loaded.adapter.name)
-            for loaded in self._host.values()
+            for loaded in self._host
             if loaded.adapter is not None and not loaded.adapter.owner
         ]
         live = [(n, name) for n, name in everyones if part.num_live(n)]
@@ -493,10 +425,10 @@ class AdapterRegistry:
             registered=len(self._adapters),
             loaded=len(self._host),
             resident=part.num_residents,
-            host_bytes=sum(loaded.info.nbytes for loaded in self._host.values()),
+            host_bytes=sum(loaded.info.nbytes for loaded in self._host),
             requests_waiting=self.num_waiting + part.num_parked,
-            reads=self._num_reads,
-            read_seconds=self._read_seconds,
+            reads=self._host.num_reads,
+            read_seconds=self._host.read_seconds,
             **part.counts,
             running_names=tuple(name for n, name in live if part.num_running(n)),
             waiting_names=tuple(name for n, name in live if part.num_live(n) > part.num_running(n)),
@@ -512,7 +444,7 @@ class AdapterRegistry:
 
     async def _read_again(self, adapter: Adapter) -> Loaded:
         try:
-            await self._room()
+            await self._host.room()
             elsewhere = False
             if adapter.owner:
                 elsewhere = await asyncio.to_thread(_is_elsewhere, adapter.path)
@@ -521,159 +453,14 @@ class AdapterRegistry:
                     f"adapter {shown(adapter.name)}: its path is another than when it was loaded",
                     param="model",
                 )
-            loaded = await self._read(adapter.path, adapter.format)
+            loaded = await self._host.read(adapter.path, adapter.format)
             if adapter.removed or adapter.loaded is not None:
-                self._drop(loaded)
+                self._host.drop(loaded)
             else:
                 self._take(adapter, loaded)
             return loaded
         finally:
             adapter.reading = None
-
-    async def _read(self, path: str, form: str) -> Loaded:
-        """Read an adapter on all ranks; it counts as being read already. What is returned stands
-        for no name yet."""
-        number, loop = next(self._numbers), asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            info = await self._answer(ReadAdapter(number, path, form))
-        finally:
-            self._num_reading -= 1
-            loop.call_soon(self._free_room)
-        self._num_reads += 1
-        self._read_seconds += loop.time() - began
-        loaded = self._host[number] = Loaded(number, info)
-        if info.rank > self._config.max_lora_rank:
-            self._drop(loaded)
-            raise InvalidRequest(
-                f"the adapter's rank is {info.rank}, more than max_lora_rank "
-                f"({self._config.max_lora_rank})",
-                param="lora_path",
-            )
-        return loaded
-
-    async def _answer(self, job: ReadAdapter) -> AdapterInfo:
-        try:
-            info: AdapterInfo = await self._ask(job)
-        except (EngineStopped, InvalidRequest):
-            raise
-        except JackfieldError as error:  # A ConfigError names a field of the adapter's file.
-            raise InvalidRequest(error.message, param="lora_path") from error
-        except NotImplementedError:
-            raise InvalidRequest(
-                f"enable_lora: executor {self._config.executor!r} reads no adapters",
-                param="lora_path",
-            ) from None
-        except Exception as error:
-            logger.exception("the adapter at %s could not be read", job.path)
-            raise RequestFailed(
-                f"the adapter could not be read: {type(error).__name__}: {error}"
-            ) from error
-        return info
-
-    async def _room(self) -> None:
-        """Wait until one more adapter may be read, which then counts as being read."""
-        if not self._waiters and self._make_room():
-            self._num_reading += 1
-            return
-        waiter = _Waiter(self._part.num_plans, asyncio.get_running_loop().create_future())
-        self._waiters.append(waiter)
-        try:
-            await waiter.room
-        except BaseException:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-            else:
-                self._num_reading -= 1
-                self._free_room()
-            raise
-        finally:
-            waiter.ended.set()
-
-    def _make_room(self) -> bool:
-        """Return whether there is room for one more, dropping one that no request uses if need
-        be."""
-        while len(self._host) + self._num_reading >= self._most:
-            if (loaded := self._least_used()) is None:
-                return False
-            self._drop(loaded)
-        return True
-
-    def _least_used(self) -> Loaded | None:
-        """Return what may be dropped: no request uses it, and it is not pinned."""
-        return next(
-            (
-                loaded
-                for loaded in self._host.values()
-                if not self._num_requests(loaded) and not _is_pinned(loaded)
-            ),
-            None,
-        )
-
-    def _num_requests(self, loaded: Loaded) -> int:
-        """Return the requests that have an adapter, or have waited for it and get it now."""
-        waiting = 0 if loaded.adapter is None else loaded.adapter.num_waiting
-        return self._part.num_live(loaded.number) + waiting
-
-    def _free_room(self) -> None:
-        """Let reads begin that wait for room, in order."""
-        while self._waiters and self._make_room():
-            waiter = self._waiters.popleft()
-            self._num_reading += 1
-            if not waiter.room.done():  # Else it is being cancelled, and gives the room back.
-                waiter.room.set_result(None)
-
-    def _trim(self) -> None:
-        """Drop what is too much after a load."""
-        while len(self._host) + self._num_reading > self._most:
-            if (loaded := self._least_used()) is None:
-                return
-            self._drop(loaded)
-
-    def _waiter_before(self, loaded: Loaded) -> _Waiter | None:
-        """Return the read that has waited too long for an adapter's room, so that no new request
-        gets the adapter; None: a request may use it."""
-        if not self._waiters:
-            return None
-        first = self._waiters[0]
-        if first.victim is not None and _is_pinned(first.victim):
-            first.victim = None
-        if first.victim is None and self._part.num_plans - first.since >= self._part.max_wait:
-            first.victim = min(
-                (each for each in self._host.values() if not _is_pinned(each)),
-                key=self._num_requests,
-                default=None,
-            )
-        return first if first.victim is loaded else None
-
-    def _retire(self, loaded: Loaded) -> None:
-        """Drop what no name stands for any more, once no request uses it."""
-        loaded.adapter = None
-        self._part.unpin(loaded.number)
-        if not self._part.num_live(loaded.number):
-            self._drop(loaded)
-
-    def _drop(self, loaded: Loaded) -> None:
-        """Free an adapter's memory, which no request uses."""
-        if loaded.adapter is not None:
-            loaded.adapter.loaded = None
-            loaded.adapter = None
-        del self._host[loaded.number]
-        self._part.forget(loaded.number)
-        self._ask(DropAdapter(loaded.number)).add_done_callback(_log_failure)
-
-    def _idle(self, number: int) -> None:
-        """Note that the last request of an adapter has ended; not in the middle of it."""
-        if number not in self._settles:
-            self._settles.add(number)
-            asyncio.get_running_loop().call_soon(self._settle, number)
-
-    def _settle(self, number: int) -> None:
-        self._settles.discard(number)
-        loaded = self._host.get(number)
-        if loaded is not None and loaded.adapter is None and not self._part.num_live(number):
-            self._drop(loaded)
-        self._free_room()
 
     # ------------------------------------------------------------ start and end
 
@@ -726,12 +513,3 @@ class AdapterRegistry:
 def _is_elsewhere(path: str) -> bool:
     """Return whether links lead from a path, which had none when it was checked, elsewhere."""
     return str(Path(path).resolve()) != path
-
-
-def _is_pinned(loaded: Loaded) -> bool:
-    return loaded.adapter is not None and loaded.adapter.pinned
-
-
-def _log_failure(dropped: asyncio.Future[None]) -> None:
-    if not dropped.cancelled() and (error := dropped.exception()) is not None:
-        logger.warning("an adapter could not be dropped: %s", shown(str(error)))
