@@ -15,8 +15,9 @@ from ...core.adapters.file import AdapterFile, ExpertsLowRank, LowRank
 from ...core.errors import ConfigError
 from ...core.nn.adapters import ActiveAdapters, LayerChange, LowRankChange, SpecialTokens
 from ...core.nn.step_operations.adapters import CHUNK_TOKENS, AdapterTables, chunk_count
+from ...core.worker.adapters.host_change import HostChange, Piece
 from ...core.worker.adapters.pool import AdapterPool
-from ...core.worker.adapters.sites import HostChange, Piece, Sites
+from ...core.worker.adapters.sites import Sites
 from .paged_model import PagedModel
 
 RANK, SCALE, SPREAD = 3, 0.5, 0.2

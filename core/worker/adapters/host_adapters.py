@@ -17,8 +17,9 @@ from ...parts.adapters import AdapterInfo
 from ...protocols.adapters import AdapterFormat
 from ...registry import Plugins
 from ...step import ReadAdapter
+from .host_change import HostChange
 from .pool import AdapterPool, RankRows
-from .sites import PARAM, HostChange, Sites
+from .sites import PARAM, Sites
 
 KIND = "adapter_format"
 NUM_THREADS = 4

@@ -12,7 +12,9 @@ from ...nn.adapters import Site
 from ...nn.step_operations.adapters import SiteWeights
 from ...parts.adapters import RANK_UNIT, num_units
 from ..kv_cache.memory import zeros
-from .sites import HostChange, Sites, in_features, part_bounds
+from .host_change import HostChange
+from .layer_shapes import in_features, part_bounds
+from .sites import Sites
 
 ALIGNMENT = 16
 """Numbers to whose multiple the matrices of a rank row begin."""

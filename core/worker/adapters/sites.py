@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,100 +25,20 @@ from ...nn.embedding import Embedding
 from ...nn.experts import ExpertLinear, Router
 from ...nn.linear import Linear
 from ...nn.quantized import QuantizedEmbedding, QuantizedLinear
-from ...nn.step_operations.adapters import SiteWeights
 from ...parallel.missing_layer import missing_prefixes
 from ...parallel.sharding import Sharding
+from .host_change import ExpertPieces, HostChange, Piece
+from .layer_shapes import (
+    in_features,
+    is_head,
+    of_experts,
+    out_features,
+    sharding_of,
+    vocabulary_of,
+)
 
 FIRST, DOWN = "first", "down"
 PARAM = "lora_path"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of an adapter's change, as this rank has it, in host memory."""
-
-    span: slice
-    """Output features of the site."""
-    a: torch.Tensor
-    """[rank, in_features]"""
-    b: torch.Tensor
-    """[out_features of the span, rank]"""
-    scale: float
-    part: int
-    """Number of the site's part."""
-    bias: torch.Tensor | None = None
-    magnitude: torch.Tensor | None = None
-
-
-@dataclass
-class ExpertPieces:
-    """What one adapter changes in a layer of all experts, in host memory."""
-
-    num_experts: int
-    """Of this rank."""
-    in_features: int
-    bounds: tuple[int, ...]
-    """Where the parts of one expert's output features begin, and the end."""
-    pieces: dict[int, list[Piece]] = field(default_factory=dict)
-    """Number of an expert as this rank counts → its changes."""
-
-    def weights(self, device: torch.device) -> SiteWeights:
-        """Return the matrices on a device, an expert in each place."""
-        rank = max(p.a.shape[0] for pieces in self.pieces.values() for p in pieces)
-        parts, count = len(self.bounds) - 1, self.num_experts
-        first = next(iter(self.pieces.values()))[0].a
-        a = first.new_zeros(count, rank, parts, self.in_features)
-        b = first.new_zeros(count, rank, self.bounds[-1])
-        ranks = torch.zeros(count, parts, dtype=torch.int32)
-        scales = torch.zeros(count, parts)
-        for expert, pieces in self.pieces.items():
-            for piece in pieces:
-                own, part = piece.a.shape[0], piece.part
-                a[expert, :own, part] = piece.a
-                b[expert, :own, piece.span] = piece.b.t()
-                ranks[expert, part], scales[expert, part] = own, piece.scale
-        return SiteWeights(
-            a=a.flatten(0, 1).to(device),
-            b=b.flatten(0, 1).to(device),
-            bounds=self.bounds,
-            rank_rows=torch.arange(count * rank, dtype=torch.int32, device=device).view(count, -1),
-            ranks=ranks.to(device),
-            scales=scales.to(device),
-        )
-
-
-@dataclass
-class HostChange:
-    """What one adapter changes in one site, in host memory: as `LayerChange`."""
-
-    pieces: list[Piece] = field(default_factory=list)
-    weight: torch.Tensor | None = None
-    weights: list[tuple[slice, torch.Tensor]] = field(default_factory=list)
-    biases: list[tuple[slice, torch.Tensor]] = field(default_factory=list)
-    token_ids: torch.Tensor | None = None
-    token_rows: torch.Tensor | None = None
-    experts: dict[str, ExpertPieces] = field(default_factory=dict)
-    """By FIRST and DOWN."""
-
-    @property
-    def plain(self) -> bool:
-        """Whether it is low-rank products alone."""
-        return (
-            not (self.experts or self.weights or self.biases)
-            and self.weight is None
-            and self.token_ids is None
-            and all(piece.bias is None and piece.magnitude is None for piece in self.pieces)
-        )
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield all tensors."""
-        whole = (self.weight, self.token_ids, self.token_rows)
-        yield from (each for each in whole if each is not None)
-        yield from (value for _, value in (*self.weights, *self.biases))
-        lists = (pieces for each in self.experts.values() for pieces in each.pieces.values())
-        for piece in (*self.pieces, *itertools.chain(*lists)):
-            parts = (piece.a, piece.b, piece.bias, piece.magnitude)
-            yield from (each for each in parts if each is not None)
 
 
 class Sites:
@@ -224,7 +142,7 @@ class Sites:
         for module, shard, rows in self._locate(f"{each.name}.weight", b):
             layer = self.modules[module]
             names.add(module)
-            if isinstance(layer, ExpertLinear) or _of_experts(layer):
+            if isinstance(layer, ExpertLinear) or of_experts(layer):
                 self._expert(module, layer, shard or "", each.scale, a, rows, changes)
                 continue
             if isinstance(layer, Embedding | QuantizedEmbedding) or is_head(layer):
@@ -345,7 +263,7 @@ class Sites:
         changes: dict[str, HostChange],
     ) -> None:
         """Add a change of embeddings or a head: every rank has all of it."""
-        vocab, width = _vocabulary(layer)
+        vocab, width = vocabulary_of(layer)
         shape = (vocab, width) if each.embedding else (width, vocab)
         if each.embedding:
             b = each.b()  # Rows of an embedding's B are not rows of its weight.
@@ -371,7 +289,7 @@ class Sites:
         if self._elsewhere and f"{module}.".startswith(self._elsewhere):
             return
         layer = self.modules.get(module)
-        if layer is None or not (isinstance(layer, ExpertLinear) or _of_experts(layer)):
+        if layer is None or not (isinstance(layer, ExpertLinear) or of_experts(layer)):
             raise self._not_here(each.name)
         if at is None:
             # `transformers` joins the tensors that such a checkpoint has for each expert.
@@ -452,7 +370,7 @@ class Sites:
             layer = self.modules.get(module)
             embeds = isinstance(layer, Embedding | QuantizedEmbedding) or is_head(layer)
             if embeds and leaf == "weight":
-                vocab, width = _vocabulary(layer)
+                vocab, width = vocabulary_of(layer)
                 if tuple(piece.shape) != (vocab, width):
                     raise ConfigError(
                         f"{PARAM}: {name} has shape {tuple(piece.shape)}; this model's has "
@@ -529,7 +447,7 @@ class Sites:
         layer = self.modules.get(module)
         if not (isinstance(layer, Embedding | QuantizedEmbedding) or is_head(layer)):
             raise self._not_here(rows.name)
-        vocab, width = _vocabulary(layer)
+        vocab, width = vocabulary_of(layer)
         if values.shape[1] != width or int(ids[-1]) >= vocab or int(ids[0]) < 0:
             raise ConfigError(
                 f"trainable_token_indices: {rows.name} has {vocab} tokens of {width} numbers here",
@@ -556,56 +474,7 @@ class Sites:
         )
 
 
-def is_head(layer: Any) -> bool:
-    """Whether a quantized layer is a head."""
-    spec = getattr(layer, "spec", None)
-    return spec is not None and spec.role in ("head", "embedding")
-
-
-def _of_experts(layer: Any) -> bool:
-    spec = getattr(layer, "spec", None)
-    return spec is not None and spec.role == "experts"
-
-
-def sharding_of(layer: Any) -> Sharding | None:
-    """Return what this rank has of a layer's weight; None: all."""
-    if isinstance(layer, QuantizedLinear):
-        return layer.sharding
-    found: Sharding | None = getattr(layer, "shardings", {}).get("weight")
-    return found
-
-
-def out_features(layer: Any) -> int:
-    """Return the rows of a layer's weight on this rank."""
-    if isinstance(layer, QuantizedLinear):
-        return layer.spec.out_features
-    return int(layer.weight.shape[0])
-
-
-def in_features(layer: Any) -> int:
-    """Return the columns of a layer's weight on this rank."""
-    if isinstance(layer, QuantizedLinear):
-        return layer.spec.in_features
-    return int(layer.weight.shape[1])
-
-
-def part_bounds(layer: Any) -> tuple[int, ...]:
-    """Return where the parts of a layer's output features begin, and the end."""
-    shards: Sequence[slice] = list((getattr(layer, "shards", None) or {}).values())
-    if not shards:
-        return 0, out_features(layer)
-    return (*(each.start for each in shards), shards[-1].stop)
-
-
 def _halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Return rows of queries or keys with a rotation's two channels half a head apart."""
     pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[1])
     return pairs.transpose(1, 2).reshape(rows.shape)
-
-
-def _vocabulary(layer: Any) -> tuple[int, int]:
-    if isinstance(layer, QuantizedEmbedding):
-        layer = layer.layer
-    if isinstance(layer, QuantizedLinear):
-        return layer.spec.out_features, layer.spec.in_features
-    return layer.vocab_size, int(layer.weight.shape[1])

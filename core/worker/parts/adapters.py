@@ -31,8 +31,10 @@ from ...step import (
     StepPlan,
 )
 from ..adapters.host_adapters import HostAdapter, HostAdapters
+from ..adapters.host_change import HostChange, Piece
+from ..adapters.layer_shapes import sharding_of
 from ..adapters.pool import AdapterPool
-from ..adapters.sites import HostChange, Piece, Sites, sharding_of
+from ..adapters.sites import Sites
 from ..batch import LogitPlaces, StepInputs
 from ..launched_step import LaunchedStep
 from .part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
