@@ -16,6 +16,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "PoolingParams", "PoolingRequestOutput", "RequestOutput", "SamplingParams",
             "StructuredOutputsParams", "hookimpl",
         ),
+        "jackfield.core.engine.input_session": ("StreamingInput",),
         "jackfield.core.lora_request": ("AdapterCard", "AdapterRef", "LoadAdapter"),
         "jackfield.lora.request": ("LoRARequest",),
         "jackfield.core.config": ("KVTransferConfig", "StructuredOutputsConfig"),

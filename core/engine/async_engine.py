@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import prometheus_client as prometheus
@@ -46,7 +46,7 @@ from ..lora_request import (
 )
 from ..make_core import make_core
 from ..metrics.plugin_metrics import add_plugin_metrics
-from ..outputs import EngineStats
+from ..outputs import EngineStats, RequestOutput
 from ..pooling_params import PoolingParams
 from ..protocols.executors import ExecutorInfo
 from ..registry import Plugins, load_plugins
@@ -55,6 +55,7 @@ from ..text.token_limit import TokenLimit
 from ..text.tokenizer import Tokenizer
 from .core import logged
 from .core_client import HEALTH_SECONDS, CoreClient
+from .input_session import StreamingInput, session_outputs
 from .output_stream import OutputStream
 from .plugin_events import PluginEvents
 from .pooling import PoolingPrompt, PoolingState, PoolingStream
@@ -196,6 +197,35 @@ class AsyncEngine:
             return await self._entry_here().complete(prompt, params, envelope)
 
         return OutputStream(start, self.core.abort_request)
+
+    def session(
+        self,
+        inputs: AsyncIterable[StreamingInput],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
+        lora_request: LoRARequest | None = None,
+        adapter: str | AdapterRef | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Append inputs to one prompt as they come, and yield the outputs that follow each.
+
+        An input waits until the output before it has finished; that output, but for its last token,
+        is then part of the prompt, whose tokens are cached (`enable_prefix_caching`). The
+        iteration ends with the inputs, and leaving it aborts the request that runs. The other
+        arguments are those of `generate`.
+        """
+        options = {
+            "request_id": request_id,
+            "priority": priority,
+            "cache_salt": cache_salt,
+            "data_parallel_rank": data_parallel_rank,
+            "lora_request": lora_request,
+            "adapter": adapter,
+        }
+        return session_outputs(self, inputs, params, options)
 
     def chat(
         self,
