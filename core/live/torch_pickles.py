@@ -1,20 +1,18 @@
 """Reads the handles of shared device memory that trainers send pickled, and nothing else.
 
 A pickle may name any function of any module. Here it may name the few things that torch's handles
-are made of, each of which becomes inert data; whatever else it names is refused. Without torch.
+are made of, which are not looked up (`read_pickle`). Without torch.
 """
 
 from __future__ import annotations
 
 import binascii
-import io
 import math
-import pickle
 from base64 import b64decode
-from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import InvalidRequest
+from .pickled_data import Call, Name, Unreadable, read_pickle
 from .safetensors_bytes import DTYPES
 from .worker_jobs import SharedBucket, SharedTensor, TensorPart
 
@@ -22,78 +20,44 @@ MOST_DIMENSIONS = 16
 LONGEST_HANDLE = 4096
 NUM_ARGUMENTS = 15
 """Of `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
-CLASSES = frozenset(
-    {
-        ("torch", "Tensor"), ("torch._tensor", "Tensor"), ("torch.nn.parameter", "Parameter"),
-        ("torch", "UntypedStorage"), ("torch.storage", "UntypedStorage"),
-        ("torch", "TypedStorage"), ("torch.storage", "TypedStorage"),
-    }
-)  # fmt: skip
-"""Named in handles, and of no use here."""
+TYPES = frozenset(("torch", name) for name in DTYPES.values())
+SIZE = ("torch", "Size")
 REBUILDERS = frozenset(
     {
         ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
         ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"),
-        ("sglang.srt.patch_torch", "_rebuild_cuda_tensor_modified"),
     }
 )
-METADATA = "FlattenedTensorMetadata"
+METADATA = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
 """SGLang's, of a tensor in a bucket."""
-PER_RANK = "LocalSerializedTensor"
+PER_RANK = ("sglang.srt.model_executor.model_runner", "LocalSerializedTensor")
 """SGLang's, of a tensor that each rank has its own pickle of."""
+NAMES = frozenset(
+    {
+        *TYPES, SIZE, *REBUILDERS, METADATA, PER_RANK, ("torch", "Tensor"),
+        ("torch._tensor", "Tensor"), ("torch.nn.parameter", "Parameter"),
+        ("torch", "UntypedStorage"), ("torch.storage", "UntypedStorage"),
+        ("torch", "TypedStorage"), ("torch.storage", "TypedStorage"),
+    }
+)  # fmt: skip
 
 
-class _Inert:
-    """What a name stands for. It cannot be changed, and only called if it makes data."""
-
-    __slots__ = ("_make", "name")
-
-    def __init__(self, name: str, make: Callable[..., Any] | None = None) -> None:
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "_make", make)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise pickle.UnpicklingError(f"{self.name} is not to be changed")
-
-    def __call__(self, *args: Any) -> Any:
-        if self._make is None:
-            raise pickle.UnpicklingError(f"{self.name} is not to be called")
-        return self._make(*args)
-
-
-class _Reader(pickle.Unpickler):
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        # Its own, as a pickle may set attributes of a class.
-        self.metadata = type(METADATA, (), {})
-        self.per_rank = type(PER_RANK, (), {})
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in DTYPES.values():
-            return _Inert(name)
-        if (module, name) == ("torch", "Size"):
-            return _Inert(name, tuple)
-        if (module, name) in CLASSES:
-            return _Inert(name)
-        if (module, name) in REBUILDERS:
-            return _Inert(name, lambda *args: args)
-        if module.startswith("sglang.") and name == METADATA:
-            return self.metadata
-        if module.startswith("sglang.") and name == PER_RANK:
-            return self.per_rank
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _read(encoded: str, field: str) -> tuple[Any, _Reader]:
+def _read(encoded: str, field: str) -> Any:
     try:
-        reader = _Reader(b64decode(encoded, validate=True))
-        return reader.load(), reader
+        return _content(b64decode(encoded, validate=True), field)
     except binascii.Error:
         raise _refused(field, "it is no base64") from None
-    except RecursionError:
-        raise _refused(field, "it is too deep") from None
-    except Exception as error:
+
+
+def _content(data: bytes, field: str) -> Any:
+    try:
+        return read_pickle(data, NAMES)
+    except Unreadable as error:
         raise _refused(field, f"{error}: only handles of CUDA tensors are read") from None
+
+
+def _called(value: Any, name: tuple[str, str]) -> bool:
+    return isinstance(value, Call) and value.name == name
 
 
 # ---------------------------------------------------------------- vLLM's
@@ -105,7 +69,7 @@ def read_vllm_handles(
     """Return what `ipc_handles_pickled` refers to: a tensor per part, or with `sizes` (bytes per
     part) all of them in one. Raises InvalidRequest."""
     field = "ipc_handles_pickled"
-    content, _ = _read(encoded, field)
+    content = _read(encoded, field)
     if sizes is not None:
         if len(sizes) != len(parts):
             raise InvalidRequest(
@@ -152,44 +116,43 @@ def read_sglang_tensors(encoded: list[str], *, flattened: bool) -> tuple[SharedB
     )
 
 
-_OfRank = tuple[tuple[TensorPart, ...], SharedTensor]
+_OfRank: TypeAlias = tuple[tuple[TensorPart, ...], SharedTensor]
 
 
 def _named_of(text: str, field: str, rank: int) -> list[_OfRank]:
-    content, reader = _read(text, field)
+    content = _read(text, field)
     if not isinstance(content, list | tuple):
         raise _refused(field, "it is no list of names and tensors")
     found = []
     for each in content:
         if not isinstance(each, list | tuple) or len(each) != 2 or not isinstance(each[0], str):
             raise _refused(field, "it is no list of names and tensors")
-        name, arguments = each
-        if isinstance(arguments, reader.per_rank):
-            values = vars(arguments).get("values")
-            if not isinstance(values, list) or rank >= len(values):
-                raise _refused(field, f"tensor {name!r} is not there for rank {rank}")
-            if not isinstance(values[rank], bytes):
-                raise _refused(field, f"tensor {name!r} is no bytes")
-            try:
-                arguments = _Reader(values[rank]).load()
-            except Exception as error:
-                raise _refused(field, f"{error}: only handles of CUDA tensors are read") from None
-        shared = _shared(arguments, field)
+        name, tensor = each
+        if _called(tensor, PER_RANK):
+            tensor = _of_rank(tensor, name, field, rank)
+        shared = _shared(tensor, field)
         found.append(((TensorPart(name, shared.dtype, shared.shape),), shared))
     return found
 
 
+def _of_rank(tensor: Call, name: str, field: str, rank: int) -> Any:
+    values = tensor.state.get("values") if isinstance(tensor.state, dict) else None
+    if not isinstance(values, list) or rank >= len(values) or not isinstance(values[rank], bytes):
+        raise _refused(field, f"tensor {name!r} is not there for rank {rank}")
+    return _content(values[rank], field)
+
+
 def _bucket_of(text: str, field: str) -> list[_OfRank]:
-    content, reader = _read(text, field)
+    content = _read(text, field)
     if not isinstance(content, dict) or not isinstance(content.get("metadata"), list):
         raise _refused(field, "it is no bucket (flattened_tensor, metadata)")
     parts, end = [], 0
     for each in content["metadata"]:
-        facts = vars(each) if isinstance(each, reader.metadata) else each
+        facts = each.state if _called(each, METADATA) else each
         if not isinstance(facts, dict):
             raise _refused(field, "its metadata are none of tensors")
         name, dtype = facts.get("name"), facts.get("dtype")
-        if not isinstance(name, str) or not isinstance(dtype, _Inert):
+        if not isinstance(name, str) or not isinstance(dtype, Name) or dtype not in TYPES:
             raise _refused(field, "its metadata are none of tensors")
         if facts.get("start_idx") != end:
             raise _refused(field, f"tensor {name!r} does not begin where the one before ends")
@@ -202,14 +165,16 @@ def _bucket_of(text: str, field: str) -> list[_OfRank]:
 
 
 def _shared(arguments: Any, field: str) -> SharedTensor:
-    """Return the tensor that `rebuild_cuda_tensor` would make of its arguments."""
+    """Return the tensor that `rebuild_cuda_tensor` would make: of its arguments, or of a call."""
+    if isinstance(arguments, Call) and arguments.name in REBUILDERS:
+        arguments = arguments.args
     if not isinstance(arguments, tuple) or len(arguments) != NUM_ARGUMENTS:
         raise _refused(field, f"a handle does not have {NUM_ARGUMENTS} values")
     (
         _, shape, strides, offset, _, dtype, _, handle, nbytes, begin, _, counter, counter_place,
         event, waits,
     ) = arguments  # fmt: skip
-    if not isinstance(dtype, _Inert):
+    if not isinstance(dtype, Name) or dtype not in TYPES:
         raise _refused(field, "a handle has no type")
     shared = SharedTensor(
         dtype=dtype.name,
@@ -236,6 +201,8 @@ def _whole(value: Any, field: str) -> int:
 
 
 def _sizes(value: Any, field: str) -> tuple[int, ...]:
+    if _called(value, SIZE) and len(value.args) == 1:
+        [value] = value.args
     if not isinstance(value, list | tuple) or len(value) > MOST_DIMENSIONS:
         raise _refused(field, "a shape is no list of sizes")
     sizes = tuple(_whole(size, field) for size in value)

@@ -7,14 +7,14 @@ all begin the group with it, and add up one number to warm up.
 from __future__ import annotations
 
 import ctypes
-import io
-import pickle
 import time
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed import TCPStore
+
+from ..live.pickled_data import Call, Name, Unreadable, read_pickle
 
 UNIQUE_ID_BYTES = 128
 KEY = "broadcast_from/0/0"
@@ -132,41 +132,29 @@ def agree_on_id(host: str, port: int, rank: int, size: int, timeout: float) -> t
 
 # ---------------------------------------------------------------- the number, pickled
 
-MODULE = "vllm.distributed.device_communicators.pynccl_wrapper"
-NAME = "ncclUniqueId"
+STRUCTURE = ("vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId")
+BUILDER = ("_ctypes", "_unpickle")
+"""What makes a structure of ctypes: of its class, and of its attributes and bytes."""
 
 
 def read_id(data: bytes) -> bytes:
     """Return the number in a pickle, which may hold nothing else. Raises RuntimeError."""
     try:
-        number = _IdReader(io.BytesIO(data)).load()
-    except Exception as error:
+        call = read_pickle(data, {STRUCTURE, BUILDER})
+    except Unreadable as error:
         raise RuntimeError(f"number 0 of the group sends no number of NCCL's: {error}") from None
-    if not isinstance(number, bytes) or len(number) != UNIQUE_ID_BYTES:
-        raise RuntimeError("number 0 of the group sends no number of NCCL's")
-    return number
-
-
-class _IdReader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == (MODULE, NAME):
-            return NAME
-        if (module, name) == ("_ctypes", "_unpickle"):
-            return _bytes_of
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _bytes_of(kind: Any, state: Any) -> bytes:
-    """Return what a pickled structure of ctypes holds: (its attributes, its bytes)."""
-    assert kind == NAME
-    return bytes(state[1])
+    match call:
+        case Call(name=Name() as name, args=(Name() as kind, (dict(), bytes() as number))):
+            if (name, kind) == (BUILDER, STRUCTURE) and len(number) == UNIQUE_ID_BYTES:
+                return number
+    raise RuntimeError("number 0 of the group sends no number of NCCL's")
 
 
 def pickled_id(number: bytes) -> bytes:
     """Return the pickle that vLLM reads: of its own structure, which is not there."""
     return (
         b"c_ctypes\n_unpickle\n(c"
-        + f"{MODULE}\n{NAME}\n".encode()
+        + "{}\n{}\n".format(*STRUCTURE).encode()
         + b"(}B"
         + len(number).to_bytes(4, "little")
         + number

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from jackfield.core.parallel.nccl import (
-    MODULE,
-    NAME,
+    STRUCTURE,
     NcclGroup,
     new_unique_id,
     pickled_id,
     read_id,
 )
 
+MODULE, NAME = STRUCTURE
 NUMBER = bytes(range(128))
 
 
