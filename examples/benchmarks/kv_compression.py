@@ -16,9 +16,9 @@ device, launches, the time in which the device was busy, and extra memory.
 auto (of fp8 twice as many, in the same bytes; of int8 and int4 likewise what fits in them, for
 heads of 128 channels); more requests than that arrive at once. For each share that stays and each
 type of cache: requests that ran at once while others waited, output tokens per second from the
-first request to the last token, and the time between two tokens of a request. With `--until-full`,
-a setting ends some steps after the last prompt that there is room for: fewer seconds, and numbers
-of steps without prompts alone.
+first request to the last token, and the time between two tokens of a request. In place of a share,
+a cell may have levels (auto:8@1024,4@8192). With `--until-full`, a setting ends some steps after
+the last prompt that there is room for: fewer seconds, and numbers of steps without prompts alone.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from typing import Any
 import torch
 
 from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams
+from jackfield.core.cache.level_options import chooses, parse_levels
 from jackfield.core.errors import JackfieldError
 from jackfield.core.nn.attention import Attention
 from jackfield.core.nn.context import BuildContext
@@ -344,8 +345,13 @@ def engine_options(
     }  # fmt: skip
     if model:
         options |= {"model": model, "load_format": "dummy", "skip_tokenizer_init": True}
-    if ratio != WHOLE:
+    if "@" in ratio:
+        options |= {"kv_compression_levels": ratio}
+        if chooses(parse_levels(ratio)):
+            options |= {"kv_compression": args.policy}
+    elif ratio != WHOLE:
         options |= {"kv_compression": args.policy, "kv_compression_ratio": float(ratio)}
+    if ratio != WHOLE:
         options |= {"kv_compression_interval": args.interval}
         options |= {"kv_compression_prompt_interval": args.prompt_interval}
     return options
@@ -439,7 +445,10 @@ def main() -> int:
     group.add_argument("--ratios", nargs="+", default=[WHOLE, "0.5", "0.25"])
     group.add_argument("--cache-types", nargs="+", default=["auto", "fp8"])
     group.add_argument(
-        "--cells", nargs="+", metavar="TYPE:RATIO", help="instead of --cache-types and --ratios"
+        "--cells",
+        nargs="+",
+        metavar="TYPE:RATIO|LEVELS",
+        help="instead of --cache-types and --ratios",
     )
     group.add_argument(
         "--deadline", type=float, metavar="SECONDS",

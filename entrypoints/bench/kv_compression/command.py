@@ -1,5 +1,6 @@
 """`jackfield bench kv-compression`: perplexity of real text, recall of passages, and similarity of
-attention's outputs, for each KV compressor and share of tokens that stays, on any checkpoint.
+attention's outputs, for each KV compressor and share of tokens that stays, and for levels
+(`--kv-compression-levels` of the server), on any checkpoint.
 
 Each text's cache is compacted once, and what follows is scored from what is left. Perplexity is of
 the text's own next tokens; recall is how many tokens of a passage of the context the model says
@@ -16,6 +17,7 @@ import pydoc
 from collections.abc import Sequence
 from pathlib import Path
 
+from ....core.cache.level_options import parse_levels
 from ....core.errors import ConfigError, JackfieldError
 from ....core.registry import load_plugins
 from ...flags.parser import Parser
@@ -47,6 +49,10 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--ratios", nargs="+", type=float, default=list(RATIOS), metavar="SHARE",
         help=f"shares of the tokens that stay (default: {' '.join(map(str, RATIOS))})",
+    )  # fmt: skip
+    options.add_argument(
+        "--levels", nargs="+", default=[], metavar="[NAME=]LEVELS",
+        help="levels besides, as 8@32 or key_norm=8@32,4:0.5@128, of a KV compressor if it chooses",
     )  # fmt: skip
     options.add_argument(
         "--text", type=Path, metavar="FILE",
@@ -100,6 +106,11 @@ def check(options: argparse.Namespace) -> None:
         raise ConfigError("--samples: must be at least 1", param="samples")
     if options.context < 8 * CUE:
         raise ConfigError(f"--context: must be at least {8 * CUE}", param="context")
+    for each in options.levels:
+        try:
+            parse_levels(each.rpartition("=")[2])
+        except ValueError as error:
+            raise ConfigError(f"--levels: {error}", param="levels") from None
     if not 1 <= options.scored < options.context:
         raise ConfigError(
             f"--scored: {options.scored} is not between 1 and --context ({options.context}), where "
@@ -118,8 +129,8 @@ async def results(options: argparse.Namespace, text: str) -> list[Record]:
     }  # fmt: skip
     names = options.policies or sorted(load_plugins()["kv_compressor"])
     emitter = Emitter(options.output, environment(options.device))
-    for policy in (WHOLE, *names):
-        ratios = [1.0] if policy == WHOLE else options.ratios
+    for policy in (WHOLE, *names, *options.levels):
+        ratios = options.ratios if policy in names else [1.0]
         async for result in measure(engine, policy, ratios, text, sizes):
             emitter.emit({
                 **result, "model": options.model or "embedded", "context": options.context,
@@ -139,10 +150,13 @@ def summary(records: Sequence[Record]) -> str:
     """Return a row per policy and ratio."""
     rows = [
         (
-            each["policy"], each["ratio"], f"{each['perplexity']:.3f}",
+            each["policy"], each["ratio"], f"{100 * each['bytes']:.0f} %",
+            f"{each['perplexity']:.3f}",
             f"{100 * each['recall']:.0f} %", f"{each['cosine_mean']:.3f}",
             f"{each['cosine_least']:.3f}",
         )
         for each in records
     ]  # fmt: skip
-    return table(rows, ["policy", "kept", "perplexity", "recall", "cosine, mean", "least layer"])
+    return table(
+        rows, ["policy", "kept", "bytes", "perplexity", "recall", "cosine, mean", "least layer"]
+    )

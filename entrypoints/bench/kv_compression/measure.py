@@ -47,15 +47,21 @@ class Scores(msgspec.Struct):
 
 
 async def measure(
-    options: dict[str, Any], policy: str, ratios: Sequence[float], text: str, sizes: Sizes
+    options: dict[str, Any],
+    policy: str,
+    ratios: Sequence[float],
+    text: str,
+    sizes: Sizes,
 ) -> AsyncIterator[Record]:
     """Yield a result per ratio, of one engine. options: of `EngineConfig`; policy: a KV compressor,
-    or `WHOLE`. Raises ConfigError if the text is too short, or the model's context.
+    or levels (`leveled`), or `WHOLE`. Raises ConfigError if the text is too short, or the model's
+    context.
     """
     context, length = sizes.context, sizes.context + max(sizes.scored, CUE + COPIED)
     compression: dict[str, Any] = {}
     if policy != WHOLE:
         compression = {"kv_compression": policy, "kv_compression_prompt_interval": context}
+        compression |= leveled(policy)
     config = EngineConfig(**{
         "max_num_seqs": 1, "enable_prefix_caching": False, "enforce_eager": True,
         "parts": {NAME: {"first": context, "count": sizes.scored}}, **compression, **options,
@@ -76,7 +82,16 @@ async def measure(
                 add(total, await scored(engine, tokens, sizes, ratio if policy != WHOLE else None))
                 for depth in DEPTHS:
                     add(total, await copied(engine, tokens, sizes, depth, policy, ratio))
-            yield record(policy, ratio, total, before, engine.stats())
+            whole = -(-context // config.block_size)
+            yield record(policy, ratio, total, before, engine.stats(), whole)
+
+
+def leveled(policy: str) -> dict[str, str | None]:
+    """Return the options of levels, [COMPRESSOR=]LEVELS; {} for the name of a compressor."""
+    compressor, _, levels = policy.rpartition("=")
+    if "@" not in levels:
+        return {}
+    return {"kv_compression": compressor or None, "kv_compression_levels": levels}
 
 
 def tokens_of(engine: AsyncEngine, text: str) -> list[int]:
@@ -124,12 +139,15 @@ async def ask(
     engine: AsyncEngine, tokens: list[int], ratio: float | None, role: str | None
 ) -> RequestOutput:
     """Return the output of a prompt whose log-probabilities are wanted."""
-    off: Any = "off"
-    compresses = engine.config.kv_compression is not None
+    config = engine.config
+    asked: Any = None
+    if config.compresses_kv:
+        has_levels = config.kv_compression_levels is not None
+        asked = "off" if ratio is None else None if has_levels else {"ratio": ratio}
     params = SamplingParams(
         temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, prompt_logprobs=0,
         output_kind=OutputKind.FINAL_ONLY,
-        kv_compression=None if not compresses else off if ratio is None else {"ratio": ratio},  # type: ignore[arg-type]
+        kv_compression=asked,
         extra_args=None if role is None else {NAME: role},
     )  # fmt: skip
     outputs = [output async for output in engine.generate(tokens, params)]
@@ -152,8 +170,10 @@ def add(total: Scores, other: Scores) -> None:
         setattr(total, name, getattr(total, name) + getattr(other, name))
 
 
-def record(policy: str, ratio: float, total: Scores, before: Any, after: Any) -> Record:
-    """Return what is printed of one policy and ratio."""
+def record(
+    policy: str, ratio: float, total: Scores, before: Any, after: Any, num_blocks: int
+) -> Record:
+    """Return what is printed of one policy and ratio. num_blocks: of a whole context"""
 
     def counted(name: str) -> float:
         full = f"{NAME}.{name}"
@@ -166,11 +186,15 @@ def record(policy: str, ratio: float, total: Scores, before: Any, after: Any) ->
         cosines = [round(counted(f"layer_{n}") / num_tokens, 4) for n in range(num_layers)]
     dropped = after.kv_tokens_dropped - before.kv_tokens_dropped
     compacted = after.kv_tokens_compacted - before.kv_tokens_compacted
+    returned = after.kv_blocks_returned - before.kv_blocks_returned
+    whole = (after.kv_compactions - before.kv_compactions) * num_blocks
     return {
-        "benchmark": "kv_compression_text", "policy": policy, "ratio": ratio,
+        "benchmark": "kv_compression_text", "policy": policy,
+        "ratio": round(1 - dropped / compacted, 4) if compacted and leveled(policy) else ratio,
         "perplexity": round(math.exp(-total.log_probability / total.num_tokens), 4),
         "recall": round(total.num_right / total.num_copied, 4),
         "num_scored": total.num_tokens, "num_copied": total.num_copied,
         "cosines": cosines, "cosine_mean": round(sum(cosines) / len(cosines), 4),
         "cosine_least": min(cosines), "dropped": round(dropped / compacted, 4) if compacted else 0,
+        "bytes": round(1 - returned / whole, 4) if whole else 1.0,
     }  # fmt: skip

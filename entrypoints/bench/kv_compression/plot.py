@@ -29,11 +29,11 @@ def plot_quality(records: Sequence[Record], folder: Path, title: str) -> Path:
     policies = dict.fromkeys(each["policy"] for each in records if each["policy"] != WHOLE)
     for panel, (field, label) in zip(axes, PANELS.items(), strict=False):
         for policy in policies:
-            own = sorted((e["ratio"], e[field]) for e in records if e["policy"] == policy)
+            own = sorted((e["bytes"], e[field]) for e in records if e["policy"] == policy)
             panel.plot(*zip(*own, strict=True), marker="o", label=policy)
         for each in whole:
             panel.axhline(each[field], color="black", linewidth=0.8, linestyle="--")
-        panel.set(xlabel="share of tokens that stays", ylabel=label)
+        panel.set(xlabel="share of the context's bytes", ylabel=label)
         panel.grid(alpha=0.3)
     least = min((each["ratio"] for each in records if each["policy"] != WHOLE), default=1.0)
     for each in records:

@@ -36,6 +36,19 @@ def test_what_is_kept_decides_what_is_lost(tmp_path: Path) -> None:
     assert "cosine, mean" in command.summary([whole, all_kept, some])
 
 
+def test_levels_stand_beside_compressors_with_their_bytes(tmp_path: Path) -> None:
+    """In as few bytes as what is left of a cut cache, rounded tokens lose less."""
+    whole, cut, rounded, both = bench(
+        tmp_path, "--policies", "key_norm", "--ratios", "0.3",
+        "--levels", "4@16", "key_norm=8:0.5@16,4:0.25@16", "--context", "192",
+    )  # fmt: skip
+    assert whole["bytes"] == 1.0 and (rounded["policy"], rounded["ratio"]) == ("4@16", 1.0)
+    assert both["policy"] == "key_norm=8:0.5@16,4:0.25@16" and both["ratio"] == 0.75
+    assert rounded["bytes"] <= cut["bytes"] == both["bytes"] < 0.4
+    assert rounded["cosine_mean"] > both["cosine_mean"] > cut["cosine_mean"]
+    assert rounded["recall"] >= cut["recall"]
+
+
 def test_perplexity_is_that_of_the_next_tokens(tmp_path: Path) -> None:
     (whole,) = bench(tmp_path, "--policies", "window", "--ratios", "1")[:1]
     with LLM(device="cpu", dtype="float32", enable_prefix_caching=False) as llm:
@@ -84,6 +97,7 @@ def test_similarity_is_that_of_the_layers_outputs(
     [
         (["--ratios", "1.5"], "--ratios"), (["--samples", "0"], "--samples"),
         (["--scored", "96"], "--scored"), (["--context", "10"], "--context"),
+        (["--levels", "window"], "--levels"), (["--levels", "5@9"], "--levels"),
     ],
 )  # fmt: skip
 def test_wrong_values_are_named(
