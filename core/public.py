@@ -75,6 +75,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "AdapterFile", "ExpertsLowRank", "LowRank", "TokenRows",
         ),
         "jackfield.core.cache.groups": ("CacheGroup", "CachePart"),
+        "jackfield.core.cache.level_options": ("LevelFormat",),
         "jackfield.core.cache.reach": ("Reach",),
         "jackfield.core.parallel.ranks": (
             "Group", "LinkedGroup", "Pipeline", "Product", "Ranks", "Transfer",
@@ -102,8 +103,8 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "jackfield.core.nn.attention": ("Attention",),
         "jackfield.core.nn.context": (
-            "BatchLayout", "BuildContext", "ForwardContext", "GroupContext", "MixedRows",
-            "QueryPlaces", "SourceContext", "Taps",
+            "BatchLayout", "BuildContext", "CacheLevels", "ForwardContext", "GroupContext",
+            "MixedRows", "QueryPlaces", "SourceContext", "Taps",
         ),
         "jackfield.core.nn.embedding": ("Embedding",),
         "jackfield.core.nn.media": ("MediaContext",),

@@ -305,14 +305,16 @@ class KVCacheManager:
         """Return the request's blocks, over groups."""
         return sum(map(len, request.tables)) - sum(request.num_released_blocks)
 
-    def blocks_to_grow(self, request: Request, num_tokens: int) -> int:
+    def blocks_to_grow(
+        self, request: Request, num_tokens: int, max_chunk: int | None = None
+    ) -> int:
         """Return the blocks, over groups, that a running request still takes until its cache has
-        `num_tokens`.
+        `num_tokens`, with at most `max_chunk` of them per step.
         """
-        blocks = 0
+        blocks, max_chunk = 0, max_chunk or self.max_chunk
         held = zip(self.groups, request.tables, request.num_released_blocks, strict=True)
         for group, table, released in held:
-            most = group.most_blocks(num_tokens, self.block_size, self.max_chunk)
+            most = group.most_blocks(num_tokens, self.block_size, max_chunk)
             blocks += max(0, most - (len(table) - released))
         return blocks
 

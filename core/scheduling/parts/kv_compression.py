@@ -306,7 +306,9 @@ class KVCompression(SchedulerPart):
             else:
                 size, columns = self._kv.block_size, len(request.tables[0])
                 left = request.max_total_tokens - request.num_tokens
-                likely += grow(request, columns * size + min(columns // GROWTH * size, left))
+                length = columns * size + min(columns // GROWTH * size, left)
+                # Steps that decode take few tokens: blocks of windows are not for a prompt's.
+                likely += grow(request, length, size)
         return likely
 
     # ------------------------------------------------------------ compactions

@@ -283,3 +283,23 @@ def test_half_of_the_tokens_stay_unless_the_rule_says_otherwise() -> None:
     assert CompressionRule().kept_tokens(20) == MIN_KEPT
     assert CompressionRule(budget=40).kept_tokens(101) == 40
     assert CompressionRule(ratio=1.0).kept_tokens(9) == 9
+
+
+def test_windows_of_decoding_requests_are_not_counted_as_those_of_prompts():
+    """Three caches hold 51 blocks each, and 2 of the window's, and may take a few more; another
+    prompt takes 200 and 67. In 499 blocks there is room."""
+    scheduler = make_scheduler(
+        kv_compression=CompressionRule(ratio=0.25), num_blocks=500, max_model_len=4096,
+        groups=(CacheGroup((0,)), CacheGroup((1,), Reach(16))),
+    )  # fmt: skip
+    requests = [make_request(3200, max_tokens=500) for _ in range(3)]
+    for request in requests:
+        add(scheduler, request)
+        while not request.compacted:
+            run(scheduler, scheduler.schedule())
+    assert scheduler.kv.num_used_blocks < 3 * 55
+    last = make_request(3200, max_tokens=500)
+    add(scheduler, last)
+    run(scheduler, scheduler.schedule())
+    scheduler.check_invariants()
+    assert last.status is Status.RUNNING and scheduler.num_running == 4
