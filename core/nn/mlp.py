@@ -70,7 +70,7 @@ class GatedMLP(nn.Module):
         """activation(gate) * up of norm(hidden): → [num_tokens, intermediate_size]"""
         inner: torch.Tensor = self.gate_up_proj(hidden, norm=norm)
         if self.clamped is not None:
-            return self.operations.pointwise(self.clamped, *inner.chunk(2, dim=-1))
+            return self.operations.pointwise(self.clamped.__call__, *inner.chunk(2, dim=-1))
         return self.operations.gelu_mul(inner) if self.gelu else inner
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...core.errors import ConfigError
+from ...core.old_names import RenamedMethod
 from ...core.registry import Plugins
 from .paged_model import PagedModel, example_prompts
 
@@ -25,11 +27,11 @@ SUMS = frozenset({
 more rows; by torch's names."""
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes `SUMS` outside of operations and the attention backend."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.within = 0
         self.found: set[str] = set()
 
@@ -86,7 +88,9 @@ def check_batch_invariance(folder: Path, plugins: Plugins) -> None:
         }
         for each in operations.values():
             for name in dir(each):
-                if not name.startswith("_") and callable(getattr(each, name)):
+                method = inspect.getattr_static(each, name)
+                renamed = name.startswith("_") or isinstance(method, RenamedMethod)
+                if not renamed and callable(getattr(each, name)):
                     watch.enter(each, name, monkeypatch)
         watch.enter(model.backend, "forward", monkeypatch)
         model.run({3: prompt})

@@ -43,6 +43,7 @@ class StepAttention(WindowedAttention):
         super().__init__(dataclasses.replace(config, hf_config=hf), layer, build)
         self.q_norm = OffsetRMSNorm(self.head_dim, hf.rms_norm_eps, build)
         self.k_norm = OffsetRMSNorm(self.head_dim, hf.rms_norm_eps, build)
+        self.operations = build.operations
         self.g_proj: nn.Module | None = None
         if hf.use_head_wise_attn_gate:
             self.g_proj = Linear(
