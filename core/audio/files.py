@@ -25,6 +25,34 @@ class Decoder(Protocol):
         """Return the next samples, [at most count, channels] float32; none at the end."""
 
 
+class Recording(Protocol):
+    """A recording of one channel, read window by window."""
+
+    sampling_rate: int
+
+    @property
+    def num_samples(self) -> int:
+        """Return how many were read so far: all of them, once a window was not full."""
+
+    def window(self, start: int, count: int) -> np.ndarray:
+        """Return samples start .. start + count, fewer at the end."""
+
+
+class Samples:
+    """A recording in memory."""
+
+    def __init__(self, samples: np.ndarray, sampling_rate: int) -> None:
+        """samples: [n] float32"""
+        self._samples, self.sampling_rate = samples, sampling_rate
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._samples)
+
+    def window(self, start: int, count: int) -> np.ndarray:
+        return self._samples[start : start + count]
+
+
 class AudioFile:
     """A recording, whose channels are averaged, at a model's sampling rate. Not for several threads
     at once; everything may take long."""

@@ -31,6 +31,7 @@ from ..http.log_format import LoggedText
 from ..http.options import ServerOptions
 from ..http.request_pacing import PACER, RequestPacer, pace_requests
 from ..ollama.routes import add_ollama
+from ..openai.audio.realtime import add_realtime
 from ..openai.audio.routes import add_audio
 from ..openai.chat.routes import chat_completions
 from ..openai.completions.routes import completions
@@ -119,6 +120,7 @@ def make_app(
         app.router.add_get("/tokenizer_info", tokenizer_info)
     add_health(app)
     add_audio(app)
+    add_realtime(app)
     add_responses(app)
     if options.enable_plugins_route:
         add_plugin_list(app)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from ....core.audio.files import AudioFile
+from ....core.audio.files import Recording
 from ....core.protocols.audio import SpeechTokens
 from ....core.sampling_params import SamplingParams
 from .word_times import Word, starts_of_tokens, words_of
@@ -113,7 +113,7 @@ class Transcriber:
     """Transcribes one recording."""
 
     def __init__(
-        self, file: AudioFile, decoder: Decoder, task: Task, max_samples: int, max_tokens: int
+        self, file: Recording, decoder: Decoder, task: Task, max_samples: int, max_tokens: int
     ) -> None:
         """max_samples: of a window; max_tokens: of the decoder's prompt and text."""
         self._file, self._decoder, self._task = file, decoder, task
