@@ -245,6 +245,9 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Bytes of `kv_blocks_returned`, on each rank."""
     kv_bytes_saved: int = 0
     """Of `kv_bytes_returned`, those of requests that run: what their caches would take besides."""
+    kv_level_bytes_saved: dict[str, int] = {}
+    """Level (`CacheLevel.name`) → of `kv_bytes_saved`, what tokens that moved there would take
+    besides, those that were dropped on the way there included; empty without levels."""
     kv_tokens_missing: int = 0
     """Computed tokens of running requests that compactions have dropped from their caches."""
     kv_tokens_computed: int = 0

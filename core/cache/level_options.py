@@ -28,6 +28,11 @@ class CacheLevel(msgspec.Struct, frozen=True):
     age: int
     """Newer tokens in the sequence from which a token belongs here; 1 or more."""
 
+    @property
+    def name(self) -> str:
+        """Return it as in `EngineConfig.kv_compression_levels`."""
+        return f"{self.bits}:{self.share:g}@{self.age}"
+
 
 class LevelFormat(NamedTuple):
     """How a level's blocks are filled."""

@@ -71,6 +71,19 @@ class LeveledTables:
         columns = sum(map(self._columns, range(1, len(self._levels)), older))
         return [request.num_kv_tokens - columns * self._kv.block_size, *older]
 
+    def blocks_saved(self, requests: Iterable[Request]) -> dict[str, float]:
+        """Return for each level how many blocks, over groups, its tokens would take besides if they
+        had not moved.
+        """
+        groups, size = len(self._kv.whole_groups), self._kv.block_size
+        saved = {level.name: 0.0 for level in self._levels[1:]}
+        for request in requests:
+            counts = zip(request.level_positions, request.level_tokens, strict=True)
+            for number, (positions, tokens) in enumerate(counts, 1):
+                columns = positions / size - self._columns(number, tokens)
+                saved[self._levels[number].name] += columns * groups
+        return saved
+
     def steps(self, request: Request, transfers: Iterable[int] = ()) -> list[Step]:
         """Return the moves of tokens that have the age of an older level, where blocks come back.
         transfers: references to ignore.

@@ -55,6 +55,12 @@ class EngineMetrics:
             "kv_saved_bytes",
             "Bytes, on each rank, that compactions spare in the caches of running requests.",
         )
+        self._saved_by_level = prometheus.Gauge(
+            "jackfield:kv_level_saved_bytes",
+            "Of kv_saved_bytes, what tokens in each level of caches would take besides.",
+            ["model_name", "level"],
+            registry=self.registry,
+        )
         self._ratio = gauge(
             "kv_compression_ratio",
             "Share of running requests' computed tokens in the caches of compacted layers, 0 to 1.",
@@ -200,6 +206,8 @@ class EngineMetrics:
         self._deferred.set(stats.num_requests_deferred)
         self._usage.set(stats.kv_cache_usage)
         self._saved.set(stats.kv_bytes_saved)
+        for level, saved in stats.kv_level_bytes_saved.items():
+            self._saved_by_level.labels(self._model, level).set(saved)
         self._ratio.set(stats.kv_compression_ratio)
         for name, counter in self._counters.items():
             increase = getattr(stats, name) - getattr(self._seen, name)

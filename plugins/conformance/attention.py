@@ -39,11 +39,14 @@ from .attention_cases import (
 )
 from .attention_graphs import GraphChecks
 from .invariance import InvariantAttention
+from .leveled_caches import LevelChecks
 from .paged import Batch, Row, Sizes, dense_attention, make_batch
 from .paged_backends import DRAFT_SIZES, PagedBackendKit, with_bounds
 
 
-class AttentionBackendKit(CacheChecks, GraphChecks, InvariantAttention, PagedBackendKit):
+class AttentionBackendKit(
+    CacheChecks, LevelChecks, GraphChecks, InvariantAttention, PagedBackendKit
+):
     """Subclass it in your tests, and set the class variables."""
 
     kind = "attention_backend"

@@ -263,7 +263,11 @@ class KVCompression(SchedulerPart):
     @property
     def counts(self) -> dict[str, Any]:
         running = self._requests.running.requests
+        levels = {} if self._levels is None else self._levels.blocks_saved(running)
         return {
+            "kv_level_bytes_saved": {
+                level: round(blocks * self._block_bytes) for level, blocks in levels.items()
+            },
             "kv_bytes_saved": self._saved * self._block_bytes,
             "kv_tokens_missing": self._missing,
             "kv_tokens_computed": sum(request.num_computed_tokens for request in running),

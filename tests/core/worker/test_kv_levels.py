@@ -271,6 +271,27 @@ async def test_more_requests_run_at_once_in_the_same_bytes(folder: Path) -> None
     assert usage.saved_bytes == stats.kv_bytes_returned / 8 > 8 * 4 * 2 * 2 * 2 * 32 * 4
 
 
+async def test_bytes_are_counted_by_level(folder: Path) -> None:
+    """128 tokens of a prompt: 16 stay whole; 32 take 8 bits, 14 of them the room of 4 whole ones;
+    the half of 80 takes 4 bits, 25 of them that room."""
+    levels = {"kv_compression_levels": "8@16,4:0.5@48", "kv_compression": "key_norm"}
+    async with AsyncEngine(config(folder, **levels)) as engine:
+        job = asyncio.ensure_future(ask(engine, prompt(128), 60))
+        while not engine.stats().kv_compactions:
+            await asyncio.sleep(0)
+        stats, block = engine.stats(), engine.info.block_bytes
+        assert stats.kv_level_bytes_saved == {
+            "8:1@16": (32 // 4 - 3) * block, "4:0.5@48": (80 // 4 - 2) * block
+        }  # fmt: skip
+        assert sum(stats.kv_level_bytes_saved.values()) == stats.kv_bytes_saved
+        assert (
+            'level="4:0.5@48"} ' + str(float(18 * block))
+            in (await engine.render_metrics()).decode()
+        )
+        await job
+        assert set(engine.stats().kv_level_bytes_saved.values()) == {0}
+
+
 async def test_a_sibling_of_a_prefix_is_unchanged(folder: Path) -> None:
     """The longer request's tokens move while the shorter one holds blocks of both; what was
     computed from them is no hit for a third."""

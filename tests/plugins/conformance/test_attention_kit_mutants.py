@@ -20,6 +20,7 @@ from jackfield.plugins.conformance.attention import AttentionBackendKit
 class Sound(TorchAttention):
     name = "subject"
     cache_formats = frozenset()
+    leveled_cache = False
 
 
 class Kit(AttentionBackendKit):
@@ -168,6 +169,22 @@ def writes_weights(self: Any, layer: Any) -> None:
         weight.fill_(1.0)
 
 
+def no_levels(self: Any, layout: Any) -> Any:
+    return TorchAttention.build_metadata(self, replace(layout, levels=None))
+
+
+def levels_of_the_first_slot(self: Any, layout: Any) -> Any:
+    if layout.slots is not None:
+        layout = replace(layout, slots=torch.zeros_like(layout.slots))
+    return TorchAttention.build_metadata(self, layout)
+
+
+def levels_in_windows(self: Any, spec: Any, *args: Any, **more: Any) -> torch.Tensor:
+    if args[4].layout.levels is not None:
+        spec = msgspec.structs.replace(spec, sliding_window=None)
+    return TorchAttention.forward(self, spec, *args, **more)
+
+
 def takes_steps(self: Any, layer: Any) -> Any:
     """Computes no step, and says that it did."""
     return lambda layer, qkv, *arguments: torch.zeros(len(qkv), 4, 64, dtype=qkv.dtype)
@@ -182,6 +199,7 @@ LAYER_FEATURES = "test_features_through_a_layer"
 MANY = "test_one_instance_serves_many_steps_and_layers"
 BEHIND, GROUPS = "test_nothing_is_read_out_of_reach", "test_groups_of_a_step_are_kept_apart"
 BOUNDED = "test_lengths_that_only_the_device_knows"
+LEVELS, LEVELS_IN_WINDOWS = "test_tokens_in_levels", "test_a_window_has_no_levels"
 PADDING, WARM = (
     "test_padding_rows_touch_the_null_block_alone", "test_warm_up_on_the_null_block",
 )  # fmt: skip
@@ -241,6 +259,13 @@ MUTANTS: dict[str, Mutant] = {
         planted(forward=words_of_keys_alone, cache_formats=FORMATS), (QUANTIZED,)
     ),
     "zeros are left out": Mutant(planted(forward=no_zeros, cache_formats=FORMATS), (QUANTIZED,)),
+    "levels are left out": Mutant(planted(build_metadata=no_levels, leveled_cache=True), (LEVELS,)),
+    "levels of another row": Mutant(
+        planted(build_metadata=levels_of_the_first_slot, leveled_cache=True), (LEVELS,)
+    ),
+    "levels in a window": Mutant(
+        planted(forward=levels_in_windows, leveled_cache=True), (LEVELS_IN_WINDOWS,)
+    ),
     "a block behind the window": Mutant(
         planted(forward=reads_all_blocks), (BEHIND, FEATURES, BOUNDED)
     ),
