@@ -9,8 +9,7 @@ import asyncio
 import functools
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -27,22 +26,15 @@ from ..engine.text_processor import TextProcessor
 from ..errors import (
     EngineOverloaded,
     EngineStopped,
-    InvalidRequest,
     JackfieldError,
     OutOfMemory,
 )
 from ..live.engine_jobs import (
-    UPDATE_JOBS,
-    BeginUpdate,
     CommitUpdate,
-    JoinGroup,
     LiveJob,
-    PrepareUpdate,
-    ReadFiles,
-    RollBack,
 )
 from ..loading.model_config import ModelConfig
-from ..lora_request import AdapterCard, AdapterJob, FindAdapter, LoadAdapter, UnloadAdapter
+from ..lora_request import AdapterCard, AdapterJob
 from ..metrics.merge import Family, families, merged, render
 from ..outputs import EngineStats
 from ..protocols.executors import EngineHosts, ExecutorInfo
@@ -52,6 +44,7 @@ from ..remote.frames import Welcome
 from ..request import Request, RequestSpec, draw_seed
 from .devices import member_environments
 from .member import Member, MemberProcess, total
+from .member_jobs import MemberJobs
 from .metrics import PoolMetrics, of_member
 from .router import Placement, Router
 from .setup import Setup
@@ -59,9 +52,9 @@ from .spares import LocalHosts
 
 logger = logging.getLogger("jackfield.member")
 REPORT_SECONDS = 2.0
+"""Seconds for members' metrics; slower ones are omitted."""
 PROFILE_SECONDS = 120.0
 """For a member that writes a trace."""
-"""Seconds for members' metrics; slower ones are omitted."""
 
 
 def common_info(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
@@ -72,23 +65,6 @@ def common_info(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
         num_blocks=min(info.num_blocks for info in infos),
         max_model_len=min(lengths, default=None),
     )
-
-
-def merged_cards(cards: Iterable[AdapterCard]) -> list[AdapterCard]:
-    """Return the cards of several engines as those of one, by name: their requests together."""
-    merged: dict[tuple[str, str], AdapterCard] = {}
-    for card in cards:
-        before = merged.get((card.name, card.owner))
-        if before is not None:
-            card = msgspec.structs.replace(
-                before,
-                running=before.running + card.running,
-                waiting=before.waiting + card.waiting,
-                resident=before.resident or card.resident,
-                nbytes=max(before.nbytes, card.nbytes),
-            )
-        merged[card.name, card.owner] = card
-    return [merged[key] for key in sorted(merged)]
 
 
 class PooledCores:
@@ -119,21 +95,7 @@ class PooledCores:
         self._seeds = random.Random(config.seed)
         self._keepers: list[asyncio.Task[None]] = []
         self._loads: list[Callable[[], int]] = []
-        self._adapters: dict[tuple[str, str], LoadAdapter] = {
-            ("", module.name): LoadAdapter(
-                name=module.name,
-                path=module.path,
-                parent=module.base_model_name,
-                pinned=module.pinned,
-            )
-            for module in config.lora_modules
-        }
-        """Owner and name → how what has been loaded by name is loaded again."""
-        self._adapter_jobs = asyncio.Lock()
-        self._files: ReadFiles | None = None
-        """Where the update in progress was read from."""
-        self._committed: tuple[ReadFiles | None, str] | None = None
-        """Where the weights that serve were read from, and their version; None: as at the start."""
+        self._jobs = MemberJobs(self._serving, config)
 
     @property
     def registry(self) -> prometheus.CollectorRegistry:
@@ -194,7 +156,7 @@ class PooledCores:
             ),
             lambda attempt: self._setup(number, attempt),
             fits=self._check_fits,
-            prepare=self._prepare_again,
+            prepare=self._jobs.prepare_again,
             served=self._member_serves,
             lost=self._member_lost,
             watched=self.config.rank_timeout > 0,
@@ -385,128 +347,23 @@ class PooledCores:
     def _ended(self, state: State) -> None:
         self.router.release(self._placements.pop(state.request_id))
 
-    # ------------------------------------------------------------ adapters
+    # ------------------------------------------------------------ jobs of all members
 
     async def ask_adapters(self, job: AdapterJob) -> list[AdapterCard]:
-        """Let all members do what a job says, or none. Return the cards of what they have
-        together."""
-        if isinstance(job, FindAdapter):  # All know the same names, and none waits for a load.
-            return await self._serving()[0].ask_adapters(job)
-        async with self._adapter_jobs:
-            asked = self._serving()
-            replies = await asyncio.gather(
-                *(member.ask_adapters(job) for member in asked), return_exceptions=True
-            )
-            errors = [reply for reply in replies if isinstance(reply, BaseException)]
-            if errors and len(errors) < len(asked) and isinstance(job, LoadAdapter):
-                done = [m for m, r in zip(asked, replies, strict=True) if isinstance(r, list)]
-                await self._undo(job, done)
-            if errors:
-                raise errors[0]
-            if isinstance(job, LoadAdapter):
-                self._adapters[job.owner, job.name] = job
-            if isinstance(job, UnloadAdapter):
-                for card in chain.from_iterable(replies):  # type: ignore[arg-type]
-                    self._adapters.pop((card.owner, card.name), None)
-        return merged_cards(chain.from_iterable(replies))  # type: ignore[arg-type]
+        return await self._jobs.ask_adapters(job)
+
+    async def ask_live(self, job: LiveJob) -> dict[str, Any]:
+        """Let all members do what a job says; return what they are together."""
+        together = await self._jobs.ask_live(job, self.info.num_ranks)
+        if isinstance(job, CommitUpdate):
+            self.router.forget_prefixes()
+        return together
 
     def _serving(self) -> list[Member]:
         """Return the members that serve. Raises EngineStopped if none does."""
         if serving := [member for member in self.members if member.serves]:
             return serving
         raise EngineStopped(f"no member serves now: {self._failures()}")
-
-    async def _load_adapters(self, process: MemberProcess, attempt: int) -> None:
-        """Let a member that starts again load what the others have."""
-        async with self._adapter_jobs:
-            for job in self._adapters.values() if attempt else ():
-                try:
-                    await process.calls.ask_adapters(job)
-                except InvalidRequest as error:
-                    logger.error("%s has no adapter %r: %s", process.name, job.name, error)
-
-    async def _undo(self, job: LoadAdapter, members: list[Member]) -> None:
-        """Take back a load that other members have refused."""
-        before = self._adapters.get((job.owner, job.name))
-        undo: AdapterJob = UnloadAdapter(name=job.name, tenant=job.owner)
-        if before is not None:
-            undo = msgspec.structs.replace(before, load_inplace=True)
-        await asyncio.gather(
-            *(member.ask_adapters(undo) for member in members), return_exceptions=True
-        )
-
-    # ------------------------------------------------------------ live operation
-
-    async def ask_live(self, job: LiveJob) -> dict[str, Any]:
-        """Let all members do what a job says; return what they are together."""
-        if isinstance(job, CommitUpdate):
-            await self._live_on_each(PrepareUpdate())  # None commits unless all can.
-        answers = await self._live_on_each(job)
-        together = dict(answers[0])
-        for name in ("num_requests", "num_recomputed", "num_kept", "world_size"):
-            if name in together:
-                together[name] = sum(answer[name] for answer in answers)
-        if "results" in together:
-            together["results"] = [result for answer in answers for result in answer["results"]]
-        if "is_paused" in together:
-            together["is_paused"] = all(answer["is_paused"] for answer in answers)
-        if isinstance(job, BeginUpdate):
-            self._files = None
-            return {"update": ""}  # Members have names of their own, for the one in progress.
-        if isinstance(job, ReadFiles):
-            self._files = job
-        if isinstance(job, CommitUpdate):
-            self.router.forget_prefixes()
-            self._committed = (self._files, job.version or together["weights_version"])
-        return together
-
-    async def _live_on_each(self, job: LiveJob) -> list[dict[str, Any]]:
-        """Return all members' answers. If one refuses what belongs to an update, all give it up."""
-        asked = self._serving()
-        jobs: list[LiveJob] = [job] * len(asked)
-        if isinstance(job, JoinGroup):
-            jobs = [
-                msgspec.structs.replace(
-                    job, rank_offset=job.rank_offset + member.number * self.info.num_ranks
-                )
-                for member in asked
-            ]
-        replies = await asyncio.gather(
-            *(member.ask_live(each) for member, each in zip(asked, jobs, strict=True)),
-            return_exceptions=True,
-        )
-        errors = [reply for reply in replies if isinstance(reply, BaseException)]
-        if errors and isinstance(job, UPDATE_JOBS):
-            # An update that cannot begin at all members may be in progress at some of them.
-            began = [m for m, reply in zip(asked, replies, strict=True) if isinstance(reply, dict)]
-            undone = began if isinstance(job, BeginUpdate) else asked
-            await asyncio.gather(
-                *(member.ask_live(RollBack()) for member in undone), return_exceptions=True
-            )
-        if errors:
-            raise errors[0]
-        return replies  # type: ignore[return-value]
-
-    async def _load_weights(self, process: MemberProcess) -> None:
-        """Let a member that starts again have the weights of the others. Raises EngineStopped if
-        they were sent, and cannot be read again."""
-        if self._committed is None:
-            return
-        files, version = self._committed
-        if files is None:
-            raise EngineStopped(
-                f"{process.name} has the weights of its start, and the others version {version!r}, "
-                "which was sent to them: send it again after a new start"
-            )
-        await process.calls.ask_live(BeginUpdate())
-        await process.calls.ask_live(files)
-        await process.calls.ask_live(CommitUpdate(version=version))
-
-    async def _prepare_again(self, process: MemberProcess, attempt: int) -> None:
-        """Let a member that starts again have what the others have."""
-        if attempt:
-            await self._load_weights(process)
-        await self._load_adapters(process, attempt)
 
     # ------------------------------------------------------------ state
 
