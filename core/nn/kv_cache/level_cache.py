@@ -7,6 +7,7 @@ of its tokens come first, [tokens, num_kv_heads, width], then the scale and zero
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,21 +48,39 @@ class LevelPart(NamedTuple):
 
     def read(self, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """blocks: [N] int64 → [N * tokens, num_kv_heads, head_dim]"""
-        codes = self.codes.index_select(0, blocks)
-        if self.words is None:
-            return codes.flatten(0, 1)
-        words = self.words.index_select(0, blocks).transpose(1, 2).contiguous()
-        return dequantize(codes, words).to(dtype).flatten(0, 1)
+        return read_parts([self], blocks, dtype)[0]
 
     def write(self, x: torch.Tensor, blocks: torch.Tensor, first: int) -> None:
         """Append tokens, x: [n, num_kv_heads, head_dim], from place `first` of these blocks on,
-        [N] int64."""
-        tokens = self.codes.shape[1]
-        places = torch.arange(first, first + len(x), device=x.device)
-        blocks, places = blocks[places // tokens], places % tokens
-        if self.words is None:
-            self.codes[blocks, places] = x.to(self.codes.dtype)
-            return
-        codes, words = quantize(x, self.bits)
-        self.codes[blocks, places] = codes
-        self.words[blocks, :, places] = words
+        [N] int64.
+        """
+        write_parts([self], x[None], blocks, first)
+
+
+def read_parts(
+    parts: Sequence[LevelPart], blocks: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Read the same blocks, [N] int64, of several parts that are alike: [len(parts), N * tokens,
+    num_kv_heads, head_dim] of `dtype`.
+    """
+    codes = torch.stack([part.codes.index_select(0, blocks) for part in parts])
+    words = [part.words.index_select(0, blocks) for part in parts if part.words is not None]
+    if words:
+        codes = dequantize(codes, torch.stack(words).transpose(2, 3).contiguous())
+    return codes.to(dtype).flatten(1, 2)
+
+
+def write_parts(
+    parts: Sequence[LevelPart], x: torch.Tensor, blocks: torch.Tensor, first: int
+) -> None:
+    """Append tokens to several parts that are alike, x: [len(parts), n, num_kv_heads, head_dim],
+    from place `first` of these blocks on, [N] int64.
+    """
+    tokens, bits = parts[0].codes.shape[1], parts[0].bits
+    places = torch.arange(first, first + x.shape[1], device=x.device)
+    blocks, places = blocks[places // tokens], places % tokens
+    codes, words = (x, None) if bits == WHOLE else quantize(x, bits)
+    for number, part in enumerate(parts):
+        part.codes[blocks, places] = codes[number].to(part.codes.dtype)
+        if words is not None and part.words is not None:
+            part.words[blocks, :, places] = words[number]

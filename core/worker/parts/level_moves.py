@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from ...cache.level_options import MOST_LEVELS, WHOLE, CacheLevel, LevelFormat, level_format
 from ...errors import ConfigError
 from ...nn.attention import Attention
-from ...nn.kv_cache.level_cache import LevelPart
+from ...nn.kv_cache.level_cache import LevelPart, read_parts, write_parts
 from ...parts.kv_compression import LevelMove, LevelMoves, LevelTarget
 from ...protocols.kv_compressors import KVCompressor
 from ..selection import CacheLayer
@@ -19,6 +20,9 @@ from .compacted_layers import CompactedLayer
 from .query_ring import QueryRing
 
 logger = logging.getLogger("jackfield.worker")
+
+ELEMENTS = 1 << 25
+"""Most keys and values (elements) that are moved at once, which bounds the memory of it."""
 
 
 class LevelMover:
@@ -50,8 +54,7 @@ class LevelMover:
         for moves in requests:
             try:
                 for move in moves.moves:
-                    for number, layer in self._layers:
-                        self._run(moves, move, number, layer)
+                    self._run(moves, move)
             except (Exception, SystemExit) as error:
                 logger.error("%s failed", self._described, exc_info=error)
                 reason = f"{self._described} failed: {type(error).__name__}: {error}"
@@ -67,39 +70,72 @@ class LevelMover:
             move = LevelMove(0, size, null, (LevelTarget(level, 0, kept, null),))
             self.run([LevelMoves(scratch_slot, size, 0, (move,), null, ())])
 
-    def _run(self, moves: LevelMoves, move: LevelMove, number: int, layer: CompactedLayer) -> None:
-        """Move one layer's tokens: all are read before any is written."""
-        cache = layer.cache
-        assert isinstance(cache, torch.Tensor), "levels are of caches in the model's type"
-        sent = [move.blocks[layer.group], *(target.blocks[layer.group] for target in move.targets)]
-        blocks, *targets = self._send(sent, cache.device)
+    def _run(self, moves: LevelMoves, move: LevelMove) -> None:
+        """Move the tokens of all layers, several at a time: fewer launches."""
+        sent: dict[int, list[torch.Tensor]] = {}
+        for group, layers in self._alike:
+            keys, _ = _keys_and_values(layers[0][1])
+            if group not in sent:
+                lists = [move.blocks[group], *(target.blocks[group] for target in move.targets)]
+                sent[group] = self._send(lists, keys.device)
+            _, _, heads, width = keys.shape
+            step = max(1, ELEMENTS // (2 * move.num_tokens * heads * width))
+            for first in range(0, len(layers), step):
+                self._move(moves, move, layers[first : first + step], *sent[group])
+
+    @cached_property
+    def _alike(self) -> list[tuple[int, list[tuple[int, CompactedLayer]]]]:
+        """Group → layers whose caches are alike, with their numbers."""
+        found: dict[tuple[int, torch.Size], list[tuple[int, CompactedLayer]]] = {}
+        for number, layer in self._layers:
+            keys, _ = _keys_and_values(layer)
+            found.setdefault((layer.group, keys.shape), []).append((number, layer))
+        return [(group, layers) for (group, _), layers in found.items()]
+
+    def _move(
+        self,
+        moves: LevelMoves,
+        move: LevelMove,
+        layers: Sequence[tuple[int, CompactedLayer]],
+        blocks: torch.Tensor,
+        *targets: torch.Tensor,
+    ) -> None:
+        """Move tokens of layers that are alike: all are read before any is written.
+
+        blocks: [N] int64, which are read; targets: likewise, those that each target writes
+        """
+        caches = [part for _, layer in layers for part in _keys_and_values(layer)]
         source = self._formats[move.source]
-        keys, values = (
-            LevelPart.of(part, source).read(blocks, self._dtype) for part in cache.unbind()
-        )
-        chosen = self._choose(moves, move, number, layer, keys, values)
-        for target, own, which in zip(move.targets, targets, chosen, strict=True):
-            for part, numbers in zip(cache.unbind(), (keys, values), strict=True):
-                kept = numbers
-                if which is not None:
-                    places = which.long()[..., None].expand(-1, -1, numbers.shape[2])
-                    kept = numbers.gather(0, places)
-                form = self._formats[target.level]
-                LevelPart.of(part, form).write(kept, own, target.first)
+        numbers = read_parts([LevelPart.of(each, source) for each in caches], blocks, self._dtype)
+        counts = [target.kept for target in move.targets]
+        places: list[torch.Tensor | None] = [None]
+        if counts != [move.num_tokens]:
+            chosen = [
+                self._choose(moves, counts, number, layer, *numbers[2 * place : 2 * place + 2])
+                for place, (number, layer) in enumerate(layers)
+            ]
+            # [2 * len(layers), kept, num_kv_heads, 1]: keys and values go together.
+            places = [
+                torch.stack(each).repeat_interleave(2, dim=0)[..., None]
+                for each in zip(*chosen, strict=True)
+            ]
+        for target, own, index in zip(move.targets, targets, places, strict=True):
+            kept = numbers
+            if index is not None:
+                kept = numbers.gather(1, index.expand(-1, -1, -1, numbers.shape[3]))
+            form = self._formats[target.level]
+            write_parts([LevelPart.of(each, form) for each in caches], kept, own, target.first)
 
     def _choose(
         self,
         moves: LevelMoves,
-        move: LevelMove,
+        counts: Sequence[int],
         number: int,
         layer: CompactedLayer,
         keys: torch.Tensor,
         values: torch.Tensor,
-    ) -> list[torch.Tensor | None]:
-        """Return each target's tokens, [kept, num_kv_heads], ascending; None: all."""
-        counts = [target.kept for target in move.targets]
-        if counts == [move.num_tokens]:
-            return [None]
+    ) -> list[torch.Tensor]:
+        """Return each target's tokens of a layer, [kept, num_kv_heads] int64, ascending."""
         assert self._compressor is not None, "levels that choose have a compressor"
         more: dict[str, Any] = {}
         if self._ring is not None:
@@ -121,6 +157,13 @@ class LevelMover:
         numbers = [number for part in parts for number in part]
         sent = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
         return list(sent.to(device, non_blocking=True).split([len(part) for part in parts]))
+
+
+def _keys_and_values(layer: CompactedLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    """[num_blocks, block_size, num_kv_heads, head_dim] each"""
+    cache = layer.cache
+    assert isinstance(cache, torch.Tensor), "levels are of caches in the model's type"
+    return cache[0], cache[1]
 
 
 def level_formats(
