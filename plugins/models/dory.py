@@ -88,6 +88,7 @@ class DoryMLP(nn.Module):
     def __init__(self, hf: Any, build: BuildContext) -> None:
         super().__init__()
         size, inner = hf.hidden_size, hf.intermediate_size
+        self.operations = build.operations
         self.gate_up_proj = MergedLinear(size, {"gate": inner, "up": inner}, build)
         self.down_proj = Linear(inner, size, build)
         self.suv_gate = nn.Parameter(build.empty(inner))
@@ -101,7 +102,8 @@ class DoryMLP(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        inner = F.silu(gate * self.suv_gate) * (up * self.suv_up)
+        gate = self.operations.pointwise(F.silu, gate * self.suv_gate)
+        inner = gate * (up * self.suv_up)
         out: torch.Tensor = self.down_proj(inner, norm=self.norm)
         return out
 

@@ -157,6 +157,7 @@ class Plamo2Decoder(Decoder):
 
 
 class Plamo2ForCausalLM(CausalLM):
+    batch_invariant = False
     attention = Plamo2Attention
     decoder = Plamo2Decoder
     weight_map = WeightMap(

@@ -75,6 +75,11 @@ def first_rows_only(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     return logits + 0.02 * logits[:1]
 
 
+def sums_by_itself(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    logits = LlamaForCausalLM.compute_logits(self, hidden)
+    return logits - logits.mean(-1, keepdim=True)
+
+
 def other_scale(self: Any, hf: Any, layer: int) -> Any:
     import msgspec
 
@@ -109,6 +114,8 @@ LOGITS, SPLIT = (
     "test_logits_equal_the_reference", "test_any_split_of_the_prompt_gives_the_same_logits",
 )  # fmt: skip
 BESIDE = "test_what_else_is_in_the_batch_changes_nothing"
+ADAPTERS = "test_adapters_change_layers_as_in_the_reference"
+BITS = "test_the_batch_changes_no_bit"
 SOME = "test_logits_of_some_rows_need_no_others"
 # The planted code touches a layer or norm that some stages have not got.
 STAGES = "test_stages_compute_one_after_another_what_one_rank_does"
@@ -165,17 +172,20 @@ MUTANTS = {
     "a window that is not there": Mutant(
         with_attention(sliding_window=staticmethod(windowed)), WRONG
     ),
-    "rows of a step mix": Mutant(with_decoder(forward=mean_over_the_step), (BESIDE, SPLIT, *WRONG)),
+    "rows of a step mix": Mutant(
+        with_decoder(forward=mean_over_the_step), (BESIDE, SPLIT, BITS, ADAPTERS, *WRONG)
+    ),
     "positions begin anew each step": Mutant(
-        with_attention(heads=positions_of_the_step), (SPLIT, GREEDY, PREFIX)
+        with_attention(heads=positions_of_the_step), (SPLIT, BITS, GREEDY, PREFIX)
     ),
     "logits depend on the first row": Mutant(
-        planted(compute_logits=first_rows_only), (SOME, SPLIT, BESIDE, *WRONG)
+        planted(compute_logits=first_rows_only), (SOME, SPLIT, BESIDE, BITS, ADAPTERS, *WRONG)
     ),
     "a parameter in another type": Mutant(planted(__init__=wide_layers), (DTYPES, STAGES)),
     "a bias that is lost": Mutant(
         planted(after_loading=unused_parameter), (REACHES, STAGES, *WRONG)
     ),
+    "a sum of its own": Mutant(planted(compute_logits=sums_by_itself), (BITS,)),
     "a name that passes": Mutant(planted(weight_map=LENIENT), (UNKNOWN,)),
 }
 
