@@ -93,8 +93,7 @@ VARIABLES: dict[str, Variable] = {
     "VLLM_SERVER_DEV_MODE": _switch("--enable-admin"),
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": _switch("--enable-admin"),
     "VLLM_USE_MODELSCOPE": _refused_if_on(
-        "models come from a folder or the Hugging Face hub; download the checkpoint and name its "
-        "folder"
+        "name the model modelscope://owner/name, with the package examples/modelscope"
     ),
     "VLLM_BATCH_INVARIANT": _switch("--batch-invariant"),
     "VLLM_DO_NOT_TRACK": _none("nothing is reported to anyone"),

@@ -30,6 +30,7 @@ AT_ONCE = 4
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 """Scheme → the package that `fsspec` needs for it."""
 PATTERNS = sorted({*CHECKPOINT_FILES, *TOKENIZER_FILES})
+SHA256 = "sha256:"
 Advance = Callable[[int], Any]
 
 
@@ -38,7 +39,8 @@ class StoredFile(msgspec.Struct, frozen=True):
 
     size: int
     version: str = ""
-    """What the store calls its content; "": it calls it nothing."""
+    """What the store calls its content, its MD5 perhaps, or its SHA-256 after SHA256; "": it calls
+    it nothing."""
 
 
 class Manifest(msgspec.Struct):
@@ -182,6 +184,8 @@ def _list(system: Any, root: str) -> dict[str, StoredFile]:
         if ".." in PurePosixPath(name).parts:
             raise LoadError(f"model: {shown(path)} would be outside of its copy", param="model")
         version = info.get("ETag") or info.get("md5Hash") or info.get("etag") or ""
+        if digest := info.get("sha256"):
+            version = f"{SHA256}{digest}"
         files[name] = StoredFile(int(info["size"]), str(version).strip('"'))
     return files
 
@@ -237,14 +241,16 @@ def _append(system: Any, source: str, part: Path, size: int, advance: Advance) -
 
 
 def _is_right(path: Path, version: str) -> bool:
-    """Return whether a file has the MD5 that its version is; True for other versions."""
+    """Return whether a file has the digest that its version is; True for other versions."""
+    digest = hashlib.md5(usedforsecurity=False)
     if re.fullmatch("[0-9a-f]{32}", version):
         expected = bytes.fromhex(version)
     elif re.fullmatch("[A-Za-z0-9+/]{22}==", version):
         expected = base64.b64decode(version)
+    elif re.fullmatch(f"{SHA256}[0-9a-f]{{64}}", version):
+        expected, digest = bytes.fromhex(version.removeprefix(SHA256)), hashlib.sha256()
     else:
         return True
-    digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)

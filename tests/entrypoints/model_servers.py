@@ -173,6 +173,32 @@ class S3(Handler):
             self.send(404, b"<Error><Code>NoSuchKey</Code></Error>", Content_Type="application/xml")
 
 
+class ModelScope(Handler):
+    """Lists a model of ModelScope and sends its files."""
+
+    def answer(self, path: str, query: dict[str, list[str]]) -> None:
+        stored = self.stored
+        place = f"/api/v1/models/{REPO}/repo"
+        allowed = stored.token in (None, self.headers.get("Authorization", "").partition(" ")[2])
+        if query.get("Revision") not in (["master"], ["v2"]) or not allowed:
+            self.send(404, b"{}")
+        elif path == f"{place}/files" and query.get("Recursive") == ["True"]:
+            files: list[dict[str, Any]] = [
+                {
+                    "Path": name, "Name": name, "Type": "blob", "Size": len(data),
+                    "Sha256": hashlib.sha256(data).hexdigest(),
+                }
+                for name, data in stored.files.items()
+            ]  # fmt: skip
+            files.append({"Path": "figures", "Name": "figures", "Type": "tree", "Size": 0})
+            body = {"Code": 200, "Success": True, "Data": {"Files": files}}
+            self.send(200, json.dumps(body).encode(), Content_Type="application/json")
+        elif path == place and query["FilePath"][0] in stored.files:
+            self.send_file(query["FilePath"][0])
+        else:
+            self.send(404, b"{}")
+
+
 @contextlib.contextmanager
 def served(kind: type[Handler], folder: Path) -> Iterator[Stored]:
     """Serve a folder's files on a free port."""

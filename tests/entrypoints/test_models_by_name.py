@@ -8,11 +8,12 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from model_servers import COMMIT, OTHER, REPO, S3, Hub, Stored, served
+from model_servers import COMMIT, OTHER, REPO, S3, Hub, ModelScope, Stored, served
 
 from jackfield import LLM, SamplingParams
 from jackfield.core.errors import CheckpointNotFound, ConfigError, LoadError
@@ -295,3 +296,59 @@ def test_values(tmp_path: Path) -> None:
         path = tmp_path / "file"
         path.write_bytes(b"x")
         assert object_store._is_right(path, version) == right
+
+
+# ---------------------------------------------------------------- ModelScope, by a package
+
+PACKAGE = Path(EMBEDDED_MODEL).parents[2] / "examples" / "modelscope"
+
+
+@pytest.fixture
+def modelscope(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Stored]:
+    """Its file system is registered as fsspec does it with the package's entry point."""
+    fsspec = pytest.importorskip("fsspec")
+    from huggingface_hub import constants
+
+    about = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
+    [(scheme, place)] = about["entry-points"]["fsspec.specs"].items()
+    monkeypatch.syspath_prepend(str(PACKAGE / "src"))
+    fsspec.register_implementation(scheme, place.replace(":", "."), clobber=True)
+    with served(ModelScope, checkpoint) as stored:
+        monkeypatch.setenv("MODELSCOPE_ENDPOINT", stored.url)
+        monkeypatch.delenv("MODELSCOPE_API_TOKEN", raising=False)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(object_store, "CHUNK", 1 << 20)
+        yield stored
+
+
+def test_a_model_comes_from_modelscope(
+    modelscope: Stored, capsys: pytest.CaptureFixture[str]
+) -> None:
+    modelscope.break_after[WEIGHTS] = [1000]
+    assert main(["pull", f"modelscope://{REPO}", "--alias", "scoped"]) == 0
+    folder = Path(capsys.readouterr().out.strip())
+    assert is_whole(folder, modelscope) and len(modelscope.fetched("/repo")) > 1
+    modelscope.requests.clear()
+    assert find_model("scoped").model == str(folder)
+    assert [path for _, path, _ in modelscope.requests] == [f"/api/v1/models/{REPO}/repo/files"]
+    with LLM(str(folder), device="cpu", max_model_len=128) as llm:
+        assert llm.generate("Hello", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert is_whole(object_store.fetch(f"modelscope://{REPO}@v2"), modelscope)
+
+
+def test_what_modelscope_gives_is_checked(
+    modelscope: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modelscope.token = "secret"
+    with pytest.raises(CheckpointNotFound, match="no checkpoint at"):
+        object_store.fetch(f"modelscope://{REPO}")
+    monkeypatch.setenv("MODELSCOPE_API_TOKEN", "secret")
+    modelscope.lies[WEIGHTS] = 99
+    with pytest.raises(LoadError, match="another digest than the store says"):
+        object_store.fetch(f"modelscope://{REPO}")
+    modelscope.lies.clear()
+    assert is_whole(object_store.fetch(f"modelscope://{REPO}"), modelscope)
