@@ -83,6 +83,33 @@ async def test_tokens_have_the_models_distribution(folders: Folders) -> None:
     assert 0.2 * drafted < accepted < 0.95 * drafted
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{}, {"top_k": VOCAB - 1}, {"presence_penalty": 1e-6}])
+async def test_kernels_and_recorded_steps_on_a_gpu(
+    options: dict[str, Any], folders: Folders
+) -> None:
+    """Options that change nothing, but are not recorded, or are sampled place by place."""
+    draw = random.Random(1)
+    asked = [
+        (
+            [draw.randrange(3, VOCAB) for _ in range(draw.randrange(2, 9))],
+            greedy(temperature=0.9, seed=number, max_tokens=12, **options),
+        )
+        for number in range(600)
+    ]
+    kernels = {"operations": "triton", "attention_backend": "triton", "device": "cuda"}
+    wide = {
+        "max_num_seqs": 64, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 300,
+        "block_size": 16,
+    }  # fmt: skip
+    config = config_of(folders[0], speculative_config=speculative(folders), **wide, **kernels)
+    served, stats = await serve(config, asked)
+    assert distance(reference_model(folders[0]), asked, served, 0.9) < 58.6
+    accepted, drafted = stats.spec_decode_num_accepted_tokens, stats.spec_decode_num_draft_tokens
+    assert 0.2 * drafted < accepted < 0.95 * drafted
+
+
 async def test_a_wrong_distribution_is_found(folders: Folders) -> None:
     """The test above can fail: here drafts' own distribution is served."""
     draw = random.Random(1)
