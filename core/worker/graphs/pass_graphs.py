@@ -27,6 +27,8 @@ logger = logging.getLogger("jackfield.worker")
 
 ANY = 0
 """In place of a width: the states of the rows' tokens are given."""
+ALONE = -1
+"""In place of a width: one token of each row is read, and nothing is proposed."""
 
 
 class RowDrafts(NamedTuple):
@@ -63,7 +65,7 @@ class PassGraphs:
         self._kinds = [
             (rows, width)
             for rows in row_counts(max_rows)
-            for width in (*alike, ANY)
+            for width in (*alike, ANY, *((ALONE,) if alike else ()))
             if rows * width <= min(batch.max_tokens, MAX_TOKENS)
         ]
         """Smallest first: drafts pay for few rows."""
@@ -91,6 +93,15 @@ class PassGraphs:
             return None
         starts = width * np.arange(num_rows, dtype=np.int32)
         return self._replay(plan.slots, starts, rows, width)
+
+    def launch_alone(self, plan: StepPlan) -> bool:
+        """Replay the pass over the plan's tokens, one of each row; False: no graph serves it."""
+        num_rows = len(plan.slots)
+        rows = self._recorded_rows(num_rows, ALONE)
+        if rows is None or len(plan.num_tokens) != sum(plan.num_tokens):
+            return False
+        self._replay(plan.slots, np.arange(num_rows, dtype=np.int32), rows, ALONE)
+        return True
 
     def launch_proposal(
         self, plan: StepPlan, which: Sequence[int], observed: torch.Tensor | None
@@ -166,6 +177,9 @@ class PassGraphs:
 
     def _step(self, rows: int, width: int) -> None:
         (slots, starts), observed = self._rows(rows), None
+        if width == ALONE and self._observe is not None:
+            self._observe(slots, 1)
+            return
         if width != ANY and self._observe is not None:
             observed = self._observe(slots, width)
         tokens = self._known(slots, starts, observed)

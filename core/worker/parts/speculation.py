@@ -408,6 +408,8 @@ class Speculation(WorkerPart):
         if self._passes is None:
             return self._proposed(self._known_tokens(slots)) if slots else None
         graphs, observed = self.graphs, None
+        if graphs is not None and self._rests and graphs.launch_alone(plan):
+            return None
         if graphs is not None and (found := graphs.launch(plan, which)) is not None:
             return found
         if self._observes:

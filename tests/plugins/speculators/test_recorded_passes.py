@@ -21,6 +21,7 @@ from test_mtp import CASES, LATENT, MIXTURE, Deepseek
 from jackfield.core.hooks import hookimpl
 from jackfield.core.protocols import Drafts, KnownTokens
 from jackfield.core.registry import Provenance, load_plugins
+from jackfield.core.worker.graphs.pass_graphs import ALONE
 from jackfield.core.worker.parts.speculation import Speculation
 from jackfield.plugins.conformance.tape import recorded
 from jackfield.plugins.executors.inprocess import InProcessExecutor
@@ -203,6 +204,22 @@ async def test_recorded_passes_propose_what_launched_ones_do(method: str, tmp_pa
     widths = TapedExecutor.replays
     assert widths[0] > 0, "beside prompts"
     assert method == "medusa" or widths[4] > 1, "rows with as many drafts"
+
+
+@interpreted
+async def test_a_model_whose_drafts_rest_reads_on(tmp_path: Path) -> None:
+    """With two rows drafts are not wanted: its pass over the tokens is one graph then, so that its
+    cache is whole, and all its drafts are right, once one row is left."""
+    target, speculative = draft_model(tmp_path)
+    speculative["num_speculative_tokens_per_batch_size"] = [[1, 1, 3], [2, 9, 0]]
+    asked = [([7, 8, 9], greedy(max_tokens=40)), ([5] * 6, greedy(max_tokens=26))]
+    config = settings(target, speculative, executor="taped")
+    served, stats = await serve(config, asked, plugins_with(load_plugins()))
+    plain, _ = await serve(config_of(target, max_model_len=48), asked)
+    assert served == plain
+    assert TapedExecutor.replays[ALONE] >= 4
+    assert stats.spec_decode_num_draft_tokens > 2
+    assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens
 
 
 class Reading(Medusa):
