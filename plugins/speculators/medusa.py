@@ -8,8 +8,7 @@ newest one: the first head predicts what follows it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +21,7 @@ from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.embedding import Embedding
 from ...core.nn.linear import Linear
-from ...core.protocols.speculators import (
-    Drafts,
-    DraftSite,
-    KnownTokens,
-    Speculator,
-    SpeculatorNeeds,
-    SpeculatorSetup,
-)
+from .state_parts import StateParts
 
 
 class MedusaBlock(nn.Module):
@@ -87,14 +79,21 @@ class MedusaHeads(nn.Module):
                 param=FIELD,
             )
 
-    def logits(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Of one head: [num_rows, hidden_size] → [num_rows, vocab_size]"""
+    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's states → what all heads read."""
+        return hidden
+
+    def forward(
+        self, number: int, states: torch.Tensor, token_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One head: [num_rows, hidden_size], and the tokens before, which it does not read → the
+        states, and logits [num_rows, vocab_size]"""
         head: Any = self.lm_head if self.shared else self.lm_heads[number]
-        logits: torch.Tensor = head.logits(self.blocks[number](hidden))
-        if "token_map" in self.absent:
-            return logits
-        whole = logits.new_full((len(logits), self.vocab_size), float("-inf"))
-        return whole.index_copy_(1, self.token_map, logits)
+        logits: torch.Tensor = head.logits(self.blocks[number](states))
+        if "token_map" not in self.absent:
+            whole = logits.new_full((len(logits), self.vocab_size), float("-inf"))
+            logits = whole.index_copy_(1, self.token_map, logits)
+        return states, logits
 
 
 def num_heads(config: Mapping[str, Any]) -> int:
@@ -102,8 +101,9 @@ def num_heads(config: Mapping[str, Any]) -> int:
     return int(config.get("medusa_num_heads") or config.get("num_heads") or 0)
 
 
-class Medusa(Speculator):
-    checkpoint: ClassVar[Literal["draft"]] = "draft"
+class Medusa(StateParts):
+    module = MedusaHeads
+    parts = "heads"
 
     @classmethod
     def recognizes(cls, config: Mapping[str, Any]) -> int:
@@ -111,8 +111,8 @@ class Medusa(Speculator):
         return 2 * ("medusa" in names or config.get("model_type") == "medusa")
 
     @classmethod
-    def default_drafts(cls, config: Mapping[str, Any]) -> int | None:
-        return num_heads(config) or None
+    def num_parts(cls, config: Mapping[str, Any]) -> int:
+        return num_heads(config)
 
     @classmethod
     def overrides(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -121,46 +121,3 @@ class Medusa(Speculator):
             "model_type": "llama", "architectures": ["MedusaHeads"], "num_hidden_layers": layers,
             "num_attention_heads": 1, "num_key_value_heads": 1,
         }  # fmt: skip
-
-    @classmethod
-    def needs(cls, site: DraftSite) -> SpeculatorNeeds:
-        config = fitting(site)
-        count = num_heads(config.hf_config.to_dict())
-        if site.num_drafts > count:
-            raise ConfigError(
-                f"{FIELD}: num_speculative_tokens is {site.num_drafts}, and {config.path} has "
-                f"{count} heads, one for each draft",
-                param=FIELD,
-            )
-        return SpeculatorNeeds(model=site.load(config, MedusaHeads), hidden=True)
-
-    def __init__(self, setup: SpeculatorSetup) -> None:
-        self._heads: Any = setup.model
-        self._num_drafts = setup.num_drafts
-        self._vocab_size = setup.vocab_size
-
-    def propose(self, tokens: KnownTokens) -> Drafts:
-        assert tokens.hidden is not None, "it is needed"
-        assert tokens.rows is not None, "the engine samples"
-        drafts = [
-            tokens.rows.choose(
-                self._heads.logits(number, tokens.hidden)[:, : self._vocab_size], number
-            )
-            for number in range(self._num_drafts)
-        ]
-        counts = torch.full_like(tokens.lengths, self._num_drafts)
-        return Drafts(torch.stack(drafts, dim=1), counts)
-
-
-def fitting(site: DraftSite) -> ModelConfig:
-    """Return the configuration of heads that read the target's states. Raises ConfigError."""
-    config, target = site.draft_config, site.target_config
-    assert config is not None, "it has a checkpoint"
-    for name in ("hidden_size", "vocab_size"):
-        own, others = getattr(config, name), getattr(target, name)
-        if own != others:
-            raise ConfigError(
-                f"{FIELD}: {name} is {own} in {config.path}, and {others} in the served model",
-                param=FIELD,
-            )
-    return replace(config, max_model_len=target.max_model_len)

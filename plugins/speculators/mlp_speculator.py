@@ -11,28 +11,18 @@ IBM's fms-extras, as vLLM reads them.)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...core.config.speculative_config import FIELD
-from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.embedding import Embedding
 from ...core.nn.linear import Linear
-from ...core.protocols.speculators import (
-    Drafts,
-    DraftSite,
-    KnownTokens,
-    Speculator,
-    SpeculatorNeeds,
-    SpeculatorSetup,
-)
-from .medusa import fitting
+from .state_parts import StateParts
 
 EPS = 1e-6
 
@@ -95,8 +85,9 @@ def _normed(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
 
 
-class MlpSpeculator(Speculator):
-    checkpoint: ClassVar[Literal["draft"]] = "draft"
+class MlpSpeculator(StateParts):
+    module = MlpChain
+    parts = "MLPs (n_predict)"
 
     @classmethod
     def recognizes(cls, config: Mapping[str, Any]) -> int:
@@ -105,9 +96,9 @@ class MlpSpeculator(Speculator):
         return 2 * (named or config.get("model_type") == "mlp_speculator")
 
     @classmethod
-    def default_drafts(cls, config: Mapping[str, Any]) -> int | None:
+    def num_parts(cls, config: Mapping[str, Any]) -> int:
         count = config.get("n_predict")
-        return count if isinstance(count, int) else None
+        return count if isinstance(count, int) else 0
 
     @classmethod
     def overrides(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -117,33 +108,3 @@ class MlpSpeculator(Speculator):
             "inner_dim": config.get("inner_dim") or 0, "n_predict": config.get("n_predict", 3),
             "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
         }  # fmt: skip
-
-    @classmethod
-    def needs(cls, site: DraftSite) -> SpeculatorNeeds:
-        config = fitting(site)
-        count = int(config.hf_config.n_predict)
-        if site.num_drafts > count:
-            raise ConfigError(
-                f"{FIELD}: num_speculative_tokens is {site.num_drafts}, and {config.path} has "
-                f"{count} MLPs (n_predict), one for each draft",
-                param=FIELD,
-            )
-        return SpeculatorNeeds(model=site.load(config, MlpChain), hidden=True)
-
-    def __init__(self, setup: SpeculatorSetup) -> None:
-        self._chain: Any = setup.model
-        self._num_drafts = setup.num_drafts
-        self._vocab_size = setup.vocab_size
-
-    def propose(self, tokens: KnownTokens) -> Drafts:
-        assert tokens.hidden is not None, "it is needed"
-        assert tokens.rows is not None, "the engine samples"
-        states = self._chain.begin(tokens.hidden)
-        newest = tokens.history[tokens.slots, tokens.lengths - 1].long()
-        drafts: list[torch.Tensor] = []
-        for number in range(self._num_drafts):
-            states, logits = self._chain(number, states, newest)
-            newest = tokens.rows.choose(logits[:, : self._vocab_size], number)
-            drafts.append(newest)
-        counts = torch.full_like(tokens.lengths, self._num_drafts)
-        return Drafts(torch.stack(drafts, dim=1), counts)
