@@ -145,12 +145,13 @@ def _check_free(kind: str, name: str, without: list[str]) -> None:
     """Raise ConfigError for a used name: a duplicate stops every command."""
     if kind not in KINDS:
         return  # `write_skeleton` refuses the kind.
+    plugin = KINDS[kind].plugin or kind
     with output_aside():
-        entries = load_plugins(disable=without)[kind.replace("-", "_")].entries()
+        entries = load_plugins(disable=without)[plugin.replace("-", "_")].entries()
     owners = {entry.name: entry.provenance.distribution for entry in entries}
     if name in owners:
         raise ConfigError(
-            f"NAME: {name!r} is a {kind.replace('-', ' ')} of {owners[name]} already; take "
+            f"NAME: {name!r} is a {plugin.replace('-', ' ')} of {owners[name]} already; take "
             "another name",
             param="name",
         )

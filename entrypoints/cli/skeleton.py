@@ -30,6 +30,8 @@ class Kind(NamedTuple):
     """A command line that uses the plugin."""
     suffix: str = ""
     argument: str = "registry"
+    plugin: str = ""
+    """Kind of plugin that it is; "": as its own name says."""
 
 
 KINDS = {
@@ -73,6 +75,13 @@ KINDS = {
         "register_speculators",
         'jackfield serve --speculative-config \'{"method": "$name", "num_speculative_tokens": 4}\'',
         "Speculator",
+    ),
+    "draft-head": Kind(
+        "register_speculators",
+        "jackfield serve CHECKPOINT --speculative-config "
+        '\'{"model": "HEAD", "num_speculative_tokens": 3}\'',
+        "Speculator",
+        plugin="speculator",
     ),
     "structured-backend": Kind(
         "register_structured_backends",

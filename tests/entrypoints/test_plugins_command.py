@@ -153,8 +153,9 @@ def test_every_registered_kind_that_has_a_kit_has_a_skeleton() -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        "kv-compressor", "speculator", "collectives", "all2all-backend", "latent-attention-backend",
-        "structured-backend", "logits-processor", "schedule-policy", "adapter-resolver",
+        "kv-compressor", "speculator", "draft-head", "collectives", "all2all-backend",
+        "latent-attention-backend", "structured-backend", "logits-processor", "schedule-policy",
+        "adapter-resolver",
     ],
 )  # fmt: skip
 def test_a_skeleton_passes_its_kit_as_it_is(
