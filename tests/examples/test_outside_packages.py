@@ -40,7 +40,7 @@ FLAGS = {
     "schedule_policy": "--scheduling-policy",
     "tool_parser": "--tool-call-parser",
 }
-EXACT = ("attention_backend", "kv_connector", "schedule_policy")
+EXACT = ("attention_backend", "kv_connector", "schedule_policy", "speculator")
 """Kinds that change nothing about what a model says."""
 PROMPT = {"prompt": "What is Jackfield?", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 WEATHER = {
