@@ -73,14 +73,11 @@ class CudaAddresses:
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)  # Torch's context is there from now on.
-        self.device = device
-        self._cuda = ctypes.CDLL("libcuda.so.1")
         index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self._cuda = ctypes.CDLL("libcuda.so.1")
         location = _Location(DEVICE, index)
         self._allocation = _Allocation(PINNED, NONE, location)
-        rdma = ctypes.c_int(0)
-        if not self._cuda.cuDeviceGetAttribute(ctypes.byref(rdma), DIRECT_RDMA, index):
-            self._allocation.flags.direct_rdma = int(bool(rdma.value))
         self._access = _Access(location, READ_WRITE)
         size = ctypes.c_size_t()
         self._call(
@@ -90,6 +87,21 @@ class CudaAddresses:
             ctypes.c_int(1),  # The recommended one.
         )
         self.granularity = size.value
+        self._allow_rdma(index)
+
+    def _allow_rdma(self, index: int) -> None:
+        """Let network cards read the memory, where that is so."""
+        flags, rdma = self._allocation.flags, ctypes.c_int(0)
+        self._call("cuDeviceGetAttribute", ctypes.byref(rdma), DIRECT_RDMA, index)
+        if not rdma.value:
+            return
+        flags.direct_rdma = 1
+        try:
+            handle = self._create(ctypes.c_size_t(self.granularity))
+        except RuntimeError:  # The device can, and this system does not.
+            flags.direct_rdma = 0
+        else:
+            self._cuda.cuMemRelease(handle)
 
     def reserve(self, size: int) -> int:
         address = ctypes.c_uint64()

@@ -118,7 +118,7 @@ class MappedMemory:
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a cache's tensor of zeros. Raises OutOfMemoryError."""
         size = math.prod(shape) * dtype.itemsize
-        if not size or device != self._space.device:
+        if not size or device.type != self._space.device.type:
             return torch.zeros(*shape, dtype=dtype, device=device)
         region = self._region("kv_cache", size)
         region.map()
