@@ -302,7 +302,7 @@ def test_a_file_goes_before_variables(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_variable_that_changes_results_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
-    with pytest.raises(ConfigError, match="VLLM_USE_MODELSCOPE=True: models come from"):
+    with pytest.raises(ConfigError, match="VLLM_USE_MODELSCOPE=True: name the model modelscope:"):
         whole_command(make_parser(), [])
 
 
