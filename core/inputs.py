@@ -13,6 +13,7 @@ class TextPrompt(TypedDict):
 
     prompt: str
     multi_modal_data: NotRequired[Mapping[str, Any]]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
     """Modality → an item or a list of items, in the order of the placeholders in the prompt: URLs,
     bytes, pictures of Pillow, or arrays [height, width, 3] of uint8."""
 
@@ -24,6 +25,7 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str | None]
     """Its text, which outputs repeat."""
     multi_modal_data: NotRequired[Mapping[str, Any]]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
     """As `TextPrompt`; each item has one placeholder among the ids."""
 
 

@@ -15,7 +15,7 @@ from ..inputs import ChatMessage, Prompt
 from ..lora_request import AdapterRef
 from ..media.media_input import MediaInput
 from ..media.prompt_embeds import FIELD, embeds_items
-from ..media.sources import MediaSource, of_prompt, split
+from ..media.sources import MediaSource, of_prompt, split, with_options
 from ..pooling_params import PoolingParams
 from ..registration.extra_args import ExtraArgs
 from ..registry import Plugins
@@ -103,7 +103,7 @@ class RequestEntry:
         sampling = self._sampling(params)
         envelope = self._open(envelope)
         limit = self.admission.token_limit(sampling, "messages")
-        messages, sources = self._split(messages)
+        messages, sources = self._split(messages, options.get("mm_processor_kwargs"))
         token_ids = await self.texts.tokenize_chat(messages, limit, **options)
         prepared = self.admission.prepare_tokens(token_ids, sampling)
         if sources:
@@ -129,7 +129,7 @@ class RequestEntry:
         **options: Unpack[ChatOptions],
     ) -> list[int]:
         """Return the prompt's token ids as `chat` computes them."""
-        messages, sources = self._split(messages)
+        messages, sources = self._split(messages, options.get("mm_processor_kwargs"))
         token_ids = await self.texts.tokenize_chat(messages, limit, **options)
         if not sources:
             return token_ids
@@ -160,11 +160,16 @@ class RequestEntry:
     # ------------------------------------------------------------ media
 
     def _split(
-        self, messages: Sequence[ChatMessage]
+        self, messages: Sequence[ChatMessage], options: Mapping[str, Any] | None
     ) -> tuple[Sequence[ChatMessage], list[MediaSource]]:
         """Return the messages, with media by type alone, and the sources of these."""
+        if options and self.media is None:
+            raise InvalidRequest(
+                "mm_processor_kwargs: this engine takes text alone", param="mm_processor_kwargs"
+            )
         modalities = () if self.media is None else self.media.modalities
-        return split(messages, modalities, self.core.model_config.text_alone)
+        messages, sources = split(messages, modalities, self.core.model_config.text_alone)
+        return messages, with_options(sources, options)
 
     def _without_media(self, prompt: Prompt) -> tuple[Prompt, list[MediaSource]]:
         """Return a prompt without `multi_modal_data`, and the sources there."""
@@ -182,7 +187,8 @@ class RequestEntry:
         if isinstance(rest.get("prompt"), str):
             for placeholder in self.texts.placeholders.values():
                 rest["prompt"] = rest["prompt"].replace(placeholder.text, placeholder.whole)
-        return rest, of_prompt(data, self.media.modalities)
+        options = rest.pop("mm_processor_kwargs", None)
+        return rest, with_options(of_prompt(data, self.media.modalities), options)
 
     async def _with_media(
         self,

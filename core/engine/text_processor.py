@@ -37,6 +37,8 @@ class ChatOptions(TypedDict, total=False):
     chat_template: str | None
     """Replaces the model's template."""
     add_special_tokens: bool
+    mm_processor_kwargs: Mapping[str, Any] | None
+    """For the request's pictures: options of their processor that make them smaller."""
 
 
 class TextProcessor:

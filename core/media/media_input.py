@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import os
 import weakref
 from collections import OrderedDict, deque
@@ -22,7 +23,7 @@ from ..text.chat_template import Placeholder
 from ..text.tokenizer import Tokenizer
 from .fetch import LARGE, MediaFetcher
 from .readers import READERS, Reader
-from .sources import MediaSource
+from .sources import OPTIONS_FIELD, MediaSource
 
 MAX_THREADS = 8
 """That decode and process, and as many as half the cores; so many decoded items are in memory at
@@ -31,6 +32,8 @@ MAX_WAITING_BYTES = 256 << 20
 """Most bytes of encoded items that wait for a thread; beyond, requests are refused (503)."""
 MAX_BYTES = 4 << 30
 """Most bytes of processed items in unfinished requests; likewise."""
+MAX_LOWERED = 8
+"""Most processors with options of requests that are kept."""
 CACHE_BYTES = 256 << 20
 """Of processed items that are kept for later requests."""
 
@@ -64,6 +67,8 @@ class MediaInput:
         self._threads = ThreadPoolExecutor(threads, "jackfield-media")
         self._readers: Mapping[str, Reader] = {}
         """By modality, once started."""
+        self._lowered: dict[tuple[str, str], Reader] = {}
+        """By modality and options of requests, the oldest first."""
         self._waiting_bytes = 0
         self._live_bytes = 0
         self._freed: deque[int] = deque()
@@ -129,13 +134,13 @@ class MediaInput:
                 task.cancel()
 
     async def _content(self, source: MediaSource) -> MediaContent:
-        value, (modality, _, field, detail) = source.value, source
+        value, (modality, _, field, detail, options) = source.value, source
         if isinstance(value, str):
             value = await self._fetcher.read(value, field, modality)
-        read = functools.partial(self._read, modality, value, field, detail)
+        read = functools.partial(self._read, modality, value, field, detail, options)
         if not isinstance(value, bytes | bytearray | memoryview):
             return await self._on_thread(0, read)
-        key = await self._hashed(value, modality, detail)
+        key = await self._hashed(value, modality, detail, options)
         if (kept := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
             return kept
@@ -147,19 +152,22 @@ class MediaInput:
             # Who goes away does not take it from others who wait.
             return await asyncio.shield(making)
         except InvalidRequest as error:
-            # The error may name the field of another request that sent the same.
             name = error.param or ""
+            if name == OPTIONS_FIELD:
+                raise
+            # The error may name the field of another request that sent the same.
             raise InvalidRequest(str(error).replace(name, field, 1), param=field) from None
 
     async def _hashed(
-        self, value: bytes | bytearray | memoryview, modality: str, detail: str
+        self, value: bytes | bytearray | memoryview, modality: str, detail: str, options: str
     ) -> bytes:
         """Return the key of what was sent."""
 
         def key() -> bytes:
-            return blake2b(
-                value, digest_size=32, person=modality.encode(), salt=detail.encode()
-            ).digest()
+            hasher = blake2b(value, digest_size=32, person=modality.encode(), salt=detail.encode())
+            # What was sent has a length of its own, so that nothing else ends like this.
+            hasher.update(f"{len(value)} {options}".encode())
+            return hasher.digest()
 
         return key() if len(value) < LARGE else await asyncio.to_thread(key)
 
@@ -194,9 +202,11 @@ class MediaInput:
 
     # ------------------------------------------------------------ on a thread
 
-    def _read(self, modality: str, value: Any, field: str, detail: str) -> MediaContent:
+    def _read(
+        self, modality: str, value: Any, field: str, detail: str, options: str
+    ) -> MediaContent:
         """Decode and process an item. Raises InvalidRequest."""
-        reader = self._readers[modality]
+        reader = self._reader(modality, options)
         content = reader.content(value, field, detail)
         count = len(content.token_ids)
         if self._whole_spans and self._most_tokens is not None and count > self._most_tokens:
@@ -206,6 +216,25 @@ class MediaInput:
                 param=field,
             )
         return content
+
+    def _reader(self, modality: str, options: str) -> Reader:
+        """Return what reads items with a request's options. Raises InvalidRequest."""
+        own = self._readers[modality]
+        if not options:
+            return own
+        if (known := self._lowered.get((modality, options))) is not None:
+            return known
+        field = OPTIONS_FIELD
+        try:
+            processor = own.processor.lowered(json.loads(options))
+        except (ConfigError, ValueError) as error:
+            text = str(error).removeprefix(f"{field}: ")
+            raise InvalidRequest(f"{field}.{text}", param=field) from None
+        made = type(own)(processor, self._io_options.get(modality, {}))
+        while len(self._lowered) >= MAX_LOWERED:
+            self._lowered.pop(next(iter(self._lowered)), None)
+        self._lowered[modality, options] = made
+        return made
 
     # ------------------------------------------------------------ prompts
 

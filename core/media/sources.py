@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,8 @@ import numpy as np
 
 from ..errors import InvalidRequest, shown
 
+MAX_OPTIONS = 1000
+"""Most characters of a request's `mm_processor_kwargs`, as JSON."""
 DETAILS = ("auto", "low", "high", "original")
 """How closely a picture is looked at: "low" makes it smaller, the others leave it as it is."""
 TEXTS = frozenset({"text", "refusal"})
@@ -42,6 +45,8 @@ class MediaSource(NamedTuple):
     """What the request calls it, for errors."""
     detail: str = "auto"
     """Of `DETAILS`, for pictures."""
+    options: str = ""
+    """The request's `mm_processor_kwargs`, as JSON; empty: none."""
 
 
 def split(
@@ -104,6 +109,32 @@ def _source(part: Mapping[str, Any], kind: str, modality: str, field: str) -> Me
             f"{field}: is missing; give a URL (data:{modality}/…;base64,…)", param=field
         )
     return MediaSource(modality, value, field, detail)
+
+
+OPTIONS_FIELD = "mm_processor_kwargs"
+
+
+def with_options(
+    sources: Sequence[MediaSource], options: Mapping[str, Any] | None
+) -> list[MediaSource]:
+    """Return sources with a request's `mm_processor_kwargs`. Raises InvalidRequest."""
+    if not options:
+        return list(sources)
+    field = OPTIONS_FIELD
+    if not isinstance(options, Mapping):
+        raise InvalidRequest(f"{field}: must be an object, got {shown(options)}", param=field)
+    if others := sorted({source.modality for source in sources} - {"image"}):
+        raise InvalidRequest(
+            f"{field}: of {' and '.join(others)} there are no options for a request; leave it out",
+            param=field,
+        )
+    try:
+        text = json.dumps(options, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{field}: {error}", param=field) from None
+    if len(text) > MAX_OPTIONS:
+        raise InvalidRequest(f"{field}: has more than {MAX_OPTIONS} characters", param=field)
+    return [source._replace(options=text) for source in sources]
 
 
 def detail_of(given: Mapping[str, Any], field: str, default: str = "auto") -> str:

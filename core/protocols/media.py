@@ -113,6 +113,10 @@ class ImageProcessor(MediaProcessor, Protocol):
     def image(self, image: Image) -> ProcessedMedia:
         """Process a picture in RGB. Raises ValueError for one that it cannot take."""
 
+    def lowered(self, options: Mapping[str, Any]) -> ImageProcessor:
+        """Return a processor with a request's `mm_processor_kwargs`. Blocks. Raises ValueError for
+        those that it does not have, or that could make items larger."""
+
 
 class VideoProcessor(MediaProcessor, Protocol):
     """Processes videos."""

@@ -89,6 +89,7 @@ async def tokenize(request: web.Request) -> web.Response:
             body.messages,
             tools=body.tools,
             chat_template_kwargs=body.chat_template_kwargs,
+            mm_processor_kwargs=body.mm_processor_kwargs,
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
         )

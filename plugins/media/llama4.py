@@ -65,7 +65,7 @@ def within(sides: tuple[int, int], bounds: tuple[int, int]) -> tuple[int, int]:
 
 class Llama4Processor(ImageProcessor):
     def __init__(self, setup: MediaSetup) -> None:
-        given = dict(setup.processor_kwargs)
+        self.setup, given = setup, dict(setup.processor_kwargs)
         if unknown := sorted(given.keys() - OPTIONS.keys()):
             raise ConfigError(
                 f"{OPTION}: Llama4Processor has no option {', '.join(unknown)}", param=OPTION
@@ -76,6 +76,7 @@ class Llama4Processor(ImageProcessor):
                 read = read_object(setup.folder / name)
                 own |= read.get("image_processor", read)
         options = {name: {**own, **given}.get(name, value) for name, value in OPTIONS.items()}
+        self._most_tiles: int = options["max_patches"]
         self._tile: int = options["size"]["height"]
         self._possible = canvases(options["max_patches"]) * self._tile
         self._largest: bool = options["resize_to_max_canvas"]
@@ -92,6 +93,9 @@ class Llama4Processor(ImageProcessor):
         self._patches = [int(self.config.image_token_index)] * count
         text = f"llama4 {json.dumps(options, sort_keys=True)}"
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
+
+    def most(self, name: str) -> int | None:
+        return self._most_tiles if name == "max_patches" else None
 
     def image(self, image: Image) -> ProcessedMedia:
         canvas = self._canvas(image)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 OPTION = "mm_processor_kwargs"
+LOWERABLE = ("max_pixels", "max_patches", "max_soft_tokens", "max_image_tokens", "max_tiles")
+"""Options that bound what a picture takes."""
 NORMALISATION = "normalisation"
 """Name of a tensor [3, 3] beside pixels in bytes: by what the encoder multiplies them, what it
 subtracts then, and by what it divides, of each channel."""
@@ -33,6 +36,7 @@ class ImageProcessor:
         """Raises ConfigError for options that the processor does not have."""
         from transformers import AutoImageProcessor
 
+        self.setup = setup
         given = dict(setup.processor_kwargs)
         try:
             create: Any = AutoImageProcessor.from_pretrained  # Untyped.
@@ -57,6 +61,23 @@ class ImageProcessor:
             rows = [[own.rescale_factor] * 3, own.image_mean, own.image_std]
             self._normalisation = np.asarray(rows, dtype=np.float32)
             own.do_rescale = own.do_normalize = False
+
+    def lowered(self, options: Mapping[str, Any]) -> ImageProcessor:
+        for name, value in options.items():
+            own = self.most(name)
+            if own is None:
+                raise ValueError(f"{name}: is no option of this model that a request may lower")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= own:
+                raise ValueError(f"{name}: must be a whole number from 1 to {own}, got {value!r}")
+        given = {**self.setup.processor_kwargs, **options}
+        return type(self)(dataclasses.replace(self.setup, processor_kwargs=given))
+
+    def most(self, name: str) -> int | None:
+        """Return the server's value of an option that requests may lower."""
+        own = getattr(self.images, name, None) if name in LOWERABLE else None
+        if own is None and name == "max_pixels":
+            own = getattr(self.images.size, "longest_edge", None)
+        return own if isinstance(own, int) else None
 
     def find_placeholder(self, setup: MediaSetup) -> int:
         """Return the token by which prompts say where a picture stands."""

@@ -265,3 +265,12 @@ def test_a_wrong_detail_is_named(client: httpx.Client) -> None:
     error = chat(client, content).json()["error"]
     assert error["param"] == "messages[0].content[0].image_url.detail"
     assert "auto, low, high, original" in error["message"]
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
+def test_options_that_a_request_may_not_lower_are_named(client: httpx.Client, route: str) -> None:
+    messages = [{"role": "user", "content": chat_content()}]
+    body = {"messages": messages, "mm_processor_kwargs": {"size": {"shortest_edge": 9999}}}
+    error = client.post(route, json=body).json()["error"]
+    assert error["param"] == "mm_processor_kwargs"
+    assert error["message"].startswith("mm_processor_kwargs.size: is no option")

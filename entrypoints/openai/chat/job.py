@@ -148,6 +148,7 @@ def _rendering(
         "documents": request.documents,
         "chat_template": request.chat_template,
         "add_special_tokens": request.add_special_tokens,
+        "mm_processor_kwargs": request.mm_processor_kwargs,
     }
 
 

@@ -42,7 +42,7 @@ UNSUPPORTED = {
     "prompt_embeds": "POST /v1/completions takes them",
     "moderation": "there is no model that moderates",
     "logits_processors": "requests cannot contain code",
-    "mm_processor_kwargs": "this server's models read text",
+    "mm_processor_kwargs": "POST /v1/chat/completions takes them",
     "media_io_kwargs": "this server's models read text",
     "ec_transfer_params": "this server's models have no encoder",
     "repetition_detection": "see repetition_penalty and stop",
@@ -318,6 +318,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
     echo: bool = False
     add_special_tokens: bool = False
@@ -409,6 +410,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool = False
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from seeing_models import FAMILIES, picture, save
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
-from jackfield.core.errors import JackfieldError
+from jackfield.core.errors import InvalidRequest, JackfieldError
 from jackfield.core.hooks import API_VERSION, hookimpl
 from jackfield.core.protocols.media import MediaSetup
 from jackfield.core.registry import load_plugins
@@ -20,6 +21,7 @@ from jackfield.plugins.media.llama4 import Llama4
 from jackfield.plugins.media.llava import Llava
 
 LLAMA4 = "Llama4ForConditionalGeneration"
+QWEN = "Qwen2VLForConditionalGeneration"
 LLAVA = "LlavaForConditionalGeneration"
 
 
@@ -127,3 +129,37 @@ def test_llama_4_takes_the_canvas_that_transformers_takes(
     ids = {token: 300 + number for number, token in enumerate(FAMILIES[LLAMA4].specials)}
     processor = Llama4.processor(MediaSetup(tmp_path, config, tokenize=lambda text: [ids[text]]))
     assert len(processor.image(picture(1, width, height)).token_ids) == tokens  # type: ignore[attr-defined]
+
+
+async def test_a_request_may_lower_options_of_the_processor(tmp_path: Path) -> None:
+    save(QWEN, tmp_path)
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", dtype="float32", num_gpu_blocks_override=100
+    )
+    params = SamplingParams(max_tokens=1, temperature=0)
+    data = io.BytesIO()
+    picture(3, 200, 150).save(data, "PNG")
+
+    async with AsyncEngine(config) as engine:
+
+        async def units(options: Any) -> int:
+            prompt: Any = {
+                "prompt": "<|image_pad|>", "multi_modal_data": {"image": data.getvalue()},
+                "mm_processor_kwargs": options,
+            }  # fmt: skip
+            outputs = [output async for output in engine.generate(prompt, params)]
+            return len(outputs[-1].prompt_token_ids or ())
+
+        whole = await units(None)
+        assert whole == 12  # 84 x 112 pixels, in units of 28.
+        assert await units({"max_pixels": 28 * 28 * 4}) == 2  # 28 x 56
+        assert await units({}) == whole
+        for options, reason in (
+            ({"max_pixels": 28 * 28 * 13}, "max_pixels: must be a whole number from 1 to 9408"),
+            ({"max_pixels": "many"}, "max_pixels: must be a whole number"),
+            ({"min_pixels": 1 << 40}, "min_pixels: is no option .* may lower"),
+            ([1], "must be an object"),
+            ({"a": "b" * 2000}, "more than 1000 characters"),
+        ):
+            with pytest.raises(InvalidRequest, match=reason):
+                await units(options)
