@@ -41,6 +41,7 @@ from .media import (
     MediaSetup,
     ProcessedMedia,
     RopeSections,
+    Spans,
 )
 from .models import CheckpointConfig, Model, PlainConfig, PoolingModel
 from .parsers import (
@@ -137,6 +138,7 @@ __all__ = [
     "RequestText",
     "RopeSections",
     "SchedulePolicy",
+    "Spans",
     "Speculator",
     "SpeculatorNeeds",
     "SpeculatorSetup",
