@@ -58,8 +58,8 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "PlainText", "PoolingModel", "ProcessedMedia", "ProcessedRows", "ProjectedLayer",
             "Projection", "QuantizationMethod", "RankState", "Reasoning", "ReasoningParser",
             "RequestText", "RopeSections", "SchedulePolicy", "Spans", "Speculator",
-            "SpeculatorNeeds", "SpeculatorSetup", "StepPart", "ToolCallArguments", "ToolCallEnd", "ToolCallStart",
-            "ToolParser", "Vocabulary", "WeightLoader",
+            "SpeculatorNeeds", "SpeculatorSetup", "StepPart", "ToolCallArguments", "ToolCallEnd",
+            "ToolCallStart", "ToolParser", "Vocabulary", "WeightLoader",
         ),
         "jackfield.core.tenancy": ("ReceivedRequest", "RequestHead", "Tenant", "TenantLimits"),
         "jackfield.core.types": (
