@@ -131,8 +131,8 @@ async def cost(args: argparse.Namespace, folder: Path, emitter: Emitter) -> None
                 })  # fmt: skip
 
 
-def main() -> None:
-    """Run the program."""
+def main() -> int:
+    """Return 1 if batches have changed bits although they must not."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["check", "cost"])
     parser.add_argument("--model")
@@ -156,8 +156,10 @@ def main() -> None:
         if args.what == "cost":
             asyncio.run(cost(args, Path(scratch), emitter))
         elif not asyncio.run(check(args, Path(scratch), emitter)):
-            raise SystemExit("batch_invariant: batches have changed bits")
+            say("batch_invariant: batches have changed bits")
+            return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
