@@ -22,9 +22,10 @@ def writer_class(model_type: str) -> Any:
     """Return a type's processor class, for pictures alone: what reads video or audio may be missing
     (it takes packages of its own). None if it does not say what stands for a picture."""
     import transformers
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto import processing_auto
 
-    kind: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(model_type, ""), None)
+    names: Any = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+    kind: Any = getattr(transformers, names.get(model_type) or "", None)
     if kind is None or getattr(kind, "is_dummy", False):
         return None
     base: Any = transformers.ProcessorMixin

@@ -113,7 +113,8 @@ class TransformersEncoder(nn.Module):
     def normalised(self, pixels: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
         """Return pixels as the image processor would have."""
         factor, mean, deviation = parameters.view(3, *self.channels)
-        return ((pixels.float() * factor - mean) / deviation).to(self.dtype)
+        pixels = (pixels.float() * factor - mean) / deviation
+        return pixels.to(self.dtype)
 
     def encode_together(
         self, items: Sequence[Mapping[str, torch.Tensor]]

@@ -39,7 +39,7 @@ class Family:
 class Pictures(Family):
     """A family that takes pictures alone."""
 
-    modalities = ("image",)
+    modalities: ClassVar[tuple[str, ...]] = ("image",)
     processor_class: ClassVar[type[ImageProcessor]]
 
     @classmethod

@@ -43,7 +43,7 @@ def canvases(most: int) -> np.ndarray:
 def best_canvas(sides: tuple[int, int], possible: np.ndarray, largest: bool) -> tuple[int, int]:
     """Return the possible (height, width) that enlarges a picture least, or else shrinks it least,
     or that enlarges it most; of several the smallest."""
-    scales = (possible.astype(np.float32) / np.float32(sides)).min(axis=1)
+    scales = (possible.astype(np.float32) / np.asarray(sides, dtype=np.float32)).min(axis=1)
     enlarging = scales[scales >= 1]
     if len(enlarging):
         scale = enlarging.max() if largest else enlarging.min()
@@ -82,7 +82,7 @@ class Llama4Processor(ImageProcessor):
         self._largest: bool = options["resize_to_max_canvas"]
         self._resample: int = options["resample"]
         rows = [[options["rescale_factor"]] * 3, options["image_mean"], options["image_std"]]
-        self._normalisation = np.asarray(rows, dtype=np.float32)
+        self._levels = np.asarray(rows, dtype=np.float32)
         self.config, self._tokens = setup.config, setup.tokenize
         self.placeholder_id = self.token("<|image|>")
         self._start, self._end = self.token("<|image_start|>"), self.token("<|image_end|>")
@@ -109,7 +109,7 @@ class Llama4Processor(ImageProcessor):
         return ProcessedMedia(
             {
                 "pixel_values": np.stack(tiles).transpose(0, 3, 1, 2),
-                NORMALISATION: self._normalisation,
+                NORMALISATION: self._levels,
             },
             tokens,
             [token == self._patches[0] for token in tokens],
@@ -125,7 +125,8 @@ class Llama4Processor(ImageProcessor):
             bounds = min(max(sides[0], self._tile), height), min(max(sides[1], self._tile), width)
         own_height, own_width = within(sides, bounds)
         canvas = np.zeros((height, width, 3), dtype=np.uint8)
-        canvas[:own_height, :own_width] = image.resize((own_width, own_height), self._resample)
+        own = np.asarray(image.resize((own_width, own_height), self._resample))
+        canvas[:own_height, :own_width] = own
         return canvas
 
     def _placed(self, rows: int, columns: int) -> Sequence[int]:
@@ -143,7 +144,8 @@ class Llama4Encoder(TransformersEncoder):
         """In bfloat16, as the model was trained."""
         factor, mean, deviation = parameters.view(3, *self.channels)
         scaled = (pixels * factor.to(torch.float32)).to(torch.bfloat16)
-        return ((scaled - mean.bfloat16()) / deviation.bfloat16()).to(self.dtype)
+        pixels = (scaled - mean.bfloat16()) / deviation.bfloat16()
+        return pixels.to(self.dtype)
 
     def encode_together(
         self, items: Sequence[Mapping[str, torch.Tensor]]
