@@ -123,7 +123,7 @@ def _named_of(text: str, field: str, rank: int) -> list[_OfRank]:
     content = _read(text, field)
     if not isinstance(content, list | tuple):
         raise _refused(field, "it is no list of names and tensors")
-    found = []
+    found: list[_OfRank] = []
     for each in content:
         if not isinstance(each, list | tuple) or len(each) != 2 or not isinstance(each[0], str):
             raise _refused(field, "it is no list of names and tensors")

@@ -102,7 +102,9 @@ class MemoryRelease:
             if owner in self._away:
                 continue
             kept = owner == BESIDE or (owner == "weights" and keep)
-            if kept and owner not in self._copies:
+            if not kept:
+                self._copies.pop(owner, None)
+            elif owner not in self._copies:
                 self._copies[owner] = [_on_host(piece) for piece in self._pieces(owner)]
             if self._mapped is not None:
                 freed += sum(region.unmap() for region in self._mapped.regions(owner))

@@ -159,6 +159,24 @@ def test_trl_generates_and_updates(
     post(server, "/shutdown_weight_transfer_engine")
 
 
+@pytest.mark.parametrize(
+    ("info", "field"),
+    [
+        ({"master_address": "127.0.0.1"}, "master_address"),
+        ({"nccl_unique_id_b64": "AAAA", "world_size": 2}, "nccl_unique_id_b64"),
+        ({"nccl_unique_id_b64": "A" * 172, "master_port": 1}, "nccl_unique_id_b64"),
+        # A number of NCCL's, where there is none.
+        ({"nccl_unique_id_b64": b64encode(bytes(128)).decode(), "world_size": 2}, "gloo"),
+    ],
+)  # fmt: skip
+def test_groups_that_make_no_sense_are_refused(
+    info: dict[str, Any], field: str, server: Server
+) -> None:
+    body = {"init_info": info}
+    refused = httpx.post(server.url + "/init_weight_transfer_engine", json=body, timeout=60)
+    assert refused.status_code == 400 and field in refused.text
+
+
 # ---------------------------------------------------------------- handles of device memory
 
 

@@ -220,6 +220,7 @@ async def test_an_engine_says_the_same_after_each_sleep(
             assert answer["freed_bytes"] == size and not space.mapped
             memory = {each["owner"]: each["where"] for each in answer["memory"]}
             assert memory["weights"] == memory["kv_cache"] == "released"
+            assert ("weights_copy" in memory) == (level == 1)
             await engine.wake_up(["weights"])
             assert 0 < sum(space.mapped.values()) < size
             await engine.wake_up()
