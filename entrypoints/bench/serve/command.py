@@ -227,7 +227,7 @@ class ServeBench:
             ]
             for chat in chats
         ]
-        outcome = await send_load(target, Load(chats=short, offsets=[0.0] * count))
+        outcome = await send_load(target, Load(chats=short, offsets=[0.0] * len(short)))
         for result in outcome.results:
             if result.error is not None:
                 raise RuntimeError(f"a request before the load failed: {result.error}")

@@ -272,7 +272,8 @@ def test_bursts_come_together_beside_streams() -> None:
 
 
 def test_latencies_of_groups_are_told_apart(url: str, tmp_path: Path) -> None:
-    (line,) = bench(url, tmp_path, "bursts", "--scale", "0.02", "--num-prompts", "2")
+    (line,) = bench(url, tmp_path, "bursts", "--scale", "0.02", "--num-prompts", "2",
+                    "--num-warmups", "2")  # fmt: skip
     assert line["failed"] == 0
     measured = line["measured"]
     assert measured["stream_itl_p99_ms"] > 0 and measured["burst_ttft_p99_ms"] > 0
