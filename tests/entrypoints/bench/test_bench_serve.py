@@ -56,7 +56,9 @@ def url() -> Iterator[str]:
         runner.run(server.__aexit__(None, None, None))
 
 
-def bench(url: str, folder: Path, *options: str, status: int = 0) -> list[dict[str, Any]]:
+def bench(
+    url: str, folder: Path, *options: str, status: int = 0, warmups: int = 0
+) -> list[dict[str, Any]]:
     """→ the lines it wrote"""
     out = folder / "results.jsonl"
     arguments = [
@@ -67,7 +69,7 @@ def bench(url: str, folder: Path, *options: str, status: int = 0) -> list[dict[s
         "--output",
         str(out),
         "--num-warmups",
-        "0",
+        str(warmups),
     ]
     assert run(["serve", *options, *arguments]) == status
     return [json.loads(line) for line in out.read_text().splitlines()]
@@ -272,8 +274,7 @@ def test_bursts_come_together_beside_streams() -> None:
 
 
 def test_latencies_of_groups_are_told_apart(url: str, tmp_path: Path) -> None:
-    (line,) = bench(url, tmp_path, "bursts", "--scale", "0.02", "--num-prompts", "2",
-                    "--num-warmups", "2")  # fmt: skip
+    (line,) = bench(url, tmp_path, "bursts", "--scale", "0.02", "--num-prompts", "2", warmups=2)
     assert line["failed"] == 0
     measured = line["measured"]
     assert measured["stream_itl_p99_ms"] > 0 and measured["burst_ttft_p99_ms"] > 0
