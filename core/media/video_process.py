@@ -120,7 +120,8 @@ class _Film:
         if name is None:
             raise Refused("it is no MP4, MOV, MKV, WebM, AVI, GIF, WebP or PNG")
         av.logging.set_level(av.logging.PANIC)
-        self._container: Any = av.open(io.BytesIO(data), format=name)
+        container: Any = av.open(io.BytesIO(data), format=name)
+        self._container = container
         if not self._container.streams.video:
             raise Refused("it has no pictures")
         self._stream: Any = self._container.streams.video[0]

@@ -79,7 +79,7 @@ class VoxtralFeatures(FeatureExtractor):
         return {"input_features": windows}
 
     def count(self, tensors: Mapping[str, np.ndarray]) -> int:
-        return len(tensors["input_features"]) * self._rows
+        return len(tensors["input_features"]) * int(self._rows)
 
 
 class Voxtral(Family):

@@ -75,8 +75,9 @@ def triangles(edges: np.ndarray, bins: np.ndarray) -> np.ndarray:
     edges - 2, bins]."""
     ramps = edges[:, None] - bins[None, :]
     widths = np.diff(edges)[:, None]
-    filters: np.ndarray = np.minimum(-ramps[:-2] / widths[:-1], ramps[2:] / widths[1:])
-    return np.maximum(0.0, filters)
+    rising, falling = -ramps[:-2] / widths[:-1], ramps[2:] / widths[1:]
+    filters: np.ndarray = np.maximum(0.0, np.minimum(rising, falling))
+    return filters
 
 
 class DecoderPositions(LearnedPositions):

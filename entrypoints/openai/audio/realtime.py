@@ -47,9 +47,8 @@ MAX_SESSIONS = 64
 IDLE_SECONDS = 600
 """Without an event from the client, after which a session is closed."""
 HEARTBEAT_SECONDS = 30.0
-SESSIONS: web.AppKey[weakref.WeakSet[web.WebSocketResponse]] = web.AppKey(
-    "realtime_sessions", weakref.WeakSet
-)
+SESSIONS: web.AppKey[Any] = web.AppKey("realtime_sessions", weakref.WeakSet)
+"""A set of sockets."""
 
 
 class Settings(NamedTuple):
