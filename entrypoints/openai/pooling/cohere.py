@@ -118,7 +118,7 @@ async def cohere_embed(request: web.Request) -> web.Response:
     name = new_id("embd", body.request_id)
     outputs = await encoded(engine, [before + text for text in texts], body, name, field=field)
     vectors = [output.outputs.data for output in outputs]
-    kinds = list(dict.fromkeys(body.embedding_types or ["float"]))
+    kinds: list[EmbeddingType] = list(dict.fromkeys(body.embedding_types or ["float"]))
     size = len(kinds) * sum(vector.size for vector in vectors)
     embeddings = await off_loop(
         size, lambda: {kind: [_as(kind, vector) for vector in vectors] for kind in kinds}
