@@ -108,7 +108,7 @@ class Qwen3Encoder(QwenEncoder):
         first = super().rows(output, count)
         sizes = [len(own) for own in first]
         features = (
-            torch.split(level, sizes) if isinstance(level, torch.Tensor) else level  # type: ignore[no-untyped-call]
+            torch.split(level, sizes) if isinstance(level, torch.Tensor) else level
             for level in output.deepstack_features
         )  # Some versions split them.
         levels = zip(first, *features, strict=True)

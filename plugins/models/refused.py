@@ -57,6 +57,17 @@ REFUSED = {
         "T5Gemma2ForConditionalGeneration", "VibeVoiceAsrForConditionalGeneration",
         "VoxtralRealtimeForConditionalGeneration",
     ),
+    "it reads pictures by code that only its checkpoint has": (
+        "DeepseekOCRForCausalLM", "DeepseekVLV2ForCausalLM", "MiniCPMO", "MiniCPMV",
+        "Phi3VForCausalLM", "Phi4MMForCausalLM",
+    ),
+    "it reads pictures, and neither these nor its text part are served yet": (
+        "DeepseekOcr2ForConditionalGeneration", "Glm46VForConditionalGeneration",
+        "PaddleOCRVLForConditionalGeneration",
+    ),
+    "it reads pictures, and all tokens of a prompt see each other": (
+        "PaliGemmaForConditionalGeneration",
+    ),
     "it drafts tokens for another model": (
         "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
     ),
@@ -88,7 +99,11 @@ REFUSED = {
 """Reason, as one clause → names. Others run on transformers' modules (`plugins/models/fallback/`),
 if possible."""
 ELSEWHERE = (
-    "Fairseq2LlamaForCausalLM", "InklingForConditionalGeneration", "PanguProMoEV2ForCausalLM",
+    "DeepseekOCRForCausalLM", "DeepseekOcr2ForConditionalGeneration", "DeepseekVLV2ForCausalLM",
+    "Fairseq2LlamaForCausalLM", "Glm46VForConditionalGeneration",
+    "InklingForConditionalGeneration", "MiniCPMO", "MiniCPMV",
+    "PaddleOCRVLForConditionalGeneration", "PaliGemmaForConditionalGeneration",
+    "PanguProMoEV2ForCausalLM", "Phi3VForCausalLM", "Phi4MMForCausalLM",
     "StableLMEpochForCausalLM",
 )  # fmt: skip
 """Those that other engines serve, and that `transformers` does not list as generative."""
