@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..live.pickled_data import Call, Name, Unreadable, read_pickle
 
@@ -125,7 +125,7 @@ def agree_on_id(host: str, port: int, rank: int, size: int, timeout: float) -> t
     store = TCPStore(host, port, size, is_master=rank == 0, timeout=limit, use_libuv=False)
     if rank == 0:
         number = new_unique_id()
-        store.set(KEY, pickled_id(number))
+        store.set(KEY, pickled_id(number))  # type: ignore[arg-type]  # Bytes are taken as well.
         return number, store
     return read_id(store.get(KEY)), store
 

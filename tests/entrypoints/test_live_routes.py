@@ -162,9 +162,10 @@ def test_trl_generates_and_updates(
 @pytest.mark.parametrize(
     ("info", "field"),
     [
-        ({"master_address": "127.0.0.1"}, "master_address"),
+        ({"master_address": "127.0.0.1", "world_size": 2}, "master_address"),
+        ({"master_address": "127.0.0.1", "master_port": 1}, "world_size"),
         ({"nccl_unique_id_b64": "AAAA", "world_size": 2}, "nccl_unique_id_b64"),
-        ({"nccl_unique_id_b64": "A" * 172, "master_port": 1}, "nccl_unique_id_b64"),
+        ({"nccl_unique_id_b64": "A", "master_port": 1, "world_size": 2}, "nccl_unique_id_b64"),
         # A number of NCCL's, where there is none.
         ({"nccl_unique_id_b64": b64encode(bytes(128)).decode(), "world_size": 2}, "gloo"),
     ],

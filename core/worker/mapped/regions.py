@@ -16,8 +16,6 @@ CHUNK_BYTES = 256 << 20
 """Mapped at once: few enough pieces, and little lost at the end of a model's weights."""
 ALIGNMENT = 512
 """Of tensors, as torch's allocator aligns them."""
-
-
 BESIDE = "draft_weights"
 """Owner of the weights of models that serve beside the engine's."""
 
@@ -34,10 +32,10 @@ class Region:
         self._address = space.reserve(self.size)
         self._handles: dict[int, int] = {}
         """Offset of a chunk that has memory → its handle."""
-        self.release = weakref.finalize(
+        end = weakref.finalize(
             self, _give_up, space, self._address, self.size, self._chunk, self._handles
         )
-        self.release.atexit = False  # The end of the process frees all.
+        end.atexit = False  # The end of the process frees all.
 
     def __contains__(self, address: int) -> bool:
         return self._address <= address < self._address + self.size

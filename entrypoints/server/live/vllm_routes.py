@@ -62,22 +62,28 @@ class TransferInfo(msgspec.Struct):
 
     def job(self) -> JoinGroup | None:
         """Return what joins the group; None: there is none. Raises InvalidRequest."""
-        packed_bytes = self.packed_buffer_size_bytes if self.packed else 0
-        common: dict[str, Any] = {
-            "world_size": self.world_size, "rank_offset": self.rank_offset,
-            "backend": self.backend, "timeout": self.timeout, "packed_bytes": packed_bytes,
-            "rendezvous": "vllm",
-        }  # fmt: skip
-        if self.nccl_unique_id_b64 is not None:
-            return JoinGroup(host="", port=0, unique_id=_unique_id(self), **common)
-        if self.master_address is None and self.master_port is None:
+        if (self.nccl_unique_id_b64, self.master_address, self.master_port) == (None, None, None):
             return None
-        if self.master_address is None or self.master_port is None:
+        if self.world_size <= self.rank_offset:
+            raise InvalidRequest(
+                f"world_size: {self.world_size} leaves no rank of the engine after rank_offset "
+                f"{self.rank_offset}",
+                param="world_size",
+            )
+        unique_id = b""
+        if self.nccl_unique_id_b64 is not None:
+            unique_id = _unique_id(self)
+        elif self.master_address is None or self.master_port is None:
             raise InvalidRequest(
                 "master_address: give it and master_port, or nccl_unique_id_b64",
                 param="master_address",
             )
-        return JoinGroup(host=self.master_address, port=self.master_port, **common)
+        return JoinGroup(
+            host=self.master_address or "", port=self.master_port or 0, unique_id=unique_id,
+            world_size=self.world_size, rank_offset=self.rank_offset, backend=self.backend,
+            timeout=self.timeout, rendezvous="vllm",
+            packed_bytes=self.packed_buffer_size_bytes if self.packed else 0,
+        )  # fmt: skip
 
 
 def _unique_id(info: TransferInfo) -> bytes:
