@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ...nn.context import BatchLayout, ForwardContext, MixedRows, Taps
+from ...nn.step_operations.sampling import SlotTables
 from ...protocols.attention import PagedBackend
 from ...protocols.models import HiddenStates
 from ...protocols.speculators import ComputedTokens, Drafts, KnownTokens, SpeculatorNeeds
@@ -25,6 +26,7 @@ from ..batch import PersistentBatch, StepInputs, StepRows
 from ..packing import PackedUpload
 from ..sampling.gumbel import TokenNoise
 from ..sampling.rejection import DraftDistributions
+from ..sampling.sampler import sample_outputs
 from ..sampling.sampling_columns import Column
 from ..sampling.sampling_state import SamplingState
 from ..selection import CacheLayer
@@ -115,6 +117,7 @@ class DraftPasses:
         self._longest = longest
         self._noise = TokenNoise(sampling.vocab_size, batch.device)
         self._samples = samples
+        self._outputs = sample_outputs(batch.num_slots, batch.device)
         self.distributions: DraftDistributions | None = None
         """What drafts were drawn from, if that decides about them."""
         if rejects is not None and samples:
@@ -291,6 +294,12 @@ class DraftPasses:
         plain row's token is chosen, unless it is accepted by what it is drawn from."""
         if not self._samples:
             return logits.argmax(dim=-1)
+        if self.batch.operations.samples and self.distributions is None:
+            # Its token goes to the history, too, where `keep_drafts` puts the draft.
+            state, out = self._sampling, self._outputs.first(len(slots))
+            tables = SlotTables(state.packed, state.counts, state.allowed, state.token_history)
+            self.batch.operations.sample(logits, slots, lengths, tables, out, plain=True)
+            return out.chosen.long().clamp_(min=0)
         packed = self._sampling.packed.index_select(0, slots)
         if self.distributions is not None:
             return self.distributions.draw(logits, number, slots, packed, lengths)

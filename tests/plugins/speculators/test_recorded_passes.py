@@ -222,6 +222,18 @@ async def test_a_model_whose_drafts_rest_reads_on(tmp_path: Path) -> None:
     assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens
 
 
+@pytest.mark.slow
+@interpreted
+async def test_kernels_choose_drafts_as_they_choose_tokens(tmp_path: Path) -> None:
+    """A model that drafts for itself is always right, greedy and with a temperature."""
+    target = make_checkpoint("qwen3", tmp_path)
+    speculative = {"method": "draft_model", "model": str(target)}
+    asked = [([7, 8] * 3, greedy(max_tokens=9)),
+             ([5, 9], greedy(temperature=0.9, seed=4, max_tokens=9))]  # fmt: skip
+    _, stats = await serve(settings(target, speculative, operations="triton"), asked)
+    assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens > 4
+
+
 class Reading(Medusa):
     """Waits for the device in each call."""
 
