@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rank_executor import Plugin as Ranks
+
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.hooks import hookimpl
 from jackfield.core.outputs import EngineStats
@@ -105,14 +107,19 @@ async def check_drafts(
     reference: Reference | None = None,
     *,
     asked: Sequence[tuple[list[int], SamplingParams]] = (),
+    stages: int = 1,
     **options: Any,
 ) -> EngineStats:
-    """Serve without drafts and with them: the same tokens, from the drafts of the reference."""
+    """Serve without drafts and with them, then in so many stages: the same tokens, from the drafts
+    of the reference."""
     asked = asked or requests()
     plain, _ = await serve(config_of(folder, **options), asked)
     proposals = Proposals(speculative["method"])
     # The same drafts however long steps take.
     speculative = {"adaptive_width": False, **speculative, "method": "captured"}
+    if stages > 1:
+        options |= {"executor": "rank_threads", "pipeline_parallel_size": stages}
+        proposals.plugins.add_plugin(Ranks(), Provenance("tests", "0", "rank_threads"))
     config = config_of(folder, speculative_config=speculative, **options)
     drafted, stats = await serve(config, asked, proposals.plugins)
     assert drafted == plain

@@ -146,7 +146,7 @@ class Head(nn.Module):
             if not isinstance(module, Embedding) or module.weight.shape != own:
                 raise ConfigError(
                     f"{FIELD}: the checkpoint has no {name}, and the served model has none of its "
-                    "shape",
+                    "shape here (its last stage has no embeddings: pipeline_parallel_size)",
                     param=FIELD,
                 )
             setattr(self, name, module)

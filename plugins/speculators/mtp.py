@@ -24,6 +24,7 @@ from ...core.errors import ConfigError
 from ...core.loading.json_file import with_texts
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.embedding import Embedding
 from ...core.nn.linear import Linear
 from ...core.nn.mlp import GatedMLP
 from ...core.protocols.speculators import DraftSite, SpeculatorNeeds
@@ -34,6 +35,7 @@ from ..models.old_constructors import create
 from ..models.windows import window_of_layer
 from .eagle import Eagle
 
+EMBEDDINGS = "model.embed_tokens."
 BLOCK, UNUSED = "block.", "unused."
 
 
@@ -220,6 +222,12 @@ class MtpHead(nn.Module):
             made: nn.Module = (self.layout.mlp or family.mlp)(config, last, build)
             return made
 
+        self.embed_tokens: Any = None
+        """Where the model has none: in the last of several stages."""
+        if not isinstance(self.target.model.embed_tokens, Embedding):
+            self.embed_tokens = Embedding(
+                config.vocab_size, hf.hidden_size, build, shard="vocabulary"
+            )
         self.enorm, self.hnorm = block.make_norm(hf, build), block.make_norm(hf, build)
         self.eh_proj = Linear(2 * hf.hidden_size, hf.hidden_size, build)
         self.block = create(block, BlockParts(config, build, family.attention, mlp), layer)
@@ -238,7 +246,8 @@ class MtpHead(nn.Module):
     ) -> torch.Tensor:
         """The tokens that follow, and states: → the block's output, [num_tokens, hidden_size]"""
         model = self.target.model
-        embedded = model.embed_tokens(next_ids, factor=1.0 if model.scale is None else model.scale)
+        embed = model.embed_tokens if self.embed_tokens is None else self.embed_tokens
+        embedded = embed(next_ids, factor=1.0 if model.scale is None else model.scale)
         if self.layout.zero_first:
             embedded = embedded.masked_fill(context.positions[:, None] == 0, 0.0)
         halves = [self.enorm(embedded), self.hnorm(hidden)]
@@ -291,6 +300,10 @@ class Mtp(Eagle):
                 param=FIELD,
             )
         layout = LAYOUTS[name].at(site.target_config.num_layers)
+        if not isinstance(site.target.model.embed_tokens, Embedding):
+            layout = layout._replace(
+                only=(*layout.only, EMBEDDINGS), names={EMBEDDINGS: "embed_tokens.", **layout.names}
+            )
         if layout.recycles is None and site.num_drafts > 1:
             raise ConfigError(
                 f"{FIELD}: {name} was trained to predict one token further; set "

@@ -17,7 +17,7 @@ from ...loading.json_file import read_object
 from ...loading.model_config import ModelConfig, checkpoint_folder, resolve_model_config
 from ...loading.model_tensors import ModelTensors
 from ...loading.second_model import ModelBeside
-from ...parallel.ranks import ONE_RANK
+from ...parallel.ranks import ONE_RANK, ONE_STAGE
 from ...protocols.speculators import DraftSite, Speculator, SpeculatorNeeds
 from ..mapped.regions import BESIDE
 from ..selection import CacheLayer, cache_layers
@@ -29,18 +29,22 @@ from .states import state_layers
 def draft_needs(
     start: StartContext, speculator: type[Speculator], options: msgspec.Struct
 ) -> tuple[SpeculatorNeeds, list[CacheLayer], list[ModelBeside]]:
-    """Return what the speculator needs, its model's layers, and what it was built from. Raises
-    ConfigError, LoadError.
+    """Return what the speculator needs, its model's layers, and what it was built from: in the last
+    stage, which has it whole. Raises ConfigError, LoadError.
     """
     config, target_config = start.config.speculative_config, start.model_config
     assert config is not None, "no speculator is configured"
+    if not start.ranks.pipeline.last:
+        return SpeculatorNeeds(), [], []
     engine_config = _engine_config(start.config, config, target_config)
     draft_config = None
     if speculator.checkpoint != "none":
         draft_config = target_config
         if config.model is not None:
             draft_config = _resolved(engine_config, start, speculator)
-    ranks = ONE_RANK if config.draft_tensor_parallel_size == 1 else start.ranks
+    ranks = replace(start.ranks, pipeline=ONE_STAGE)
+    if config.draft_tensor_parallel_size == 1:
+        ranks = ONE_RANK
 
     built: list[tuple[nn.Module, ModelConfig, Any]] = []
 
@@ -159,7 +163,10 @@ def _check(start: StartContext, config: SpeculativeConfig, needs: SpeculatorNeed
             raise refuse(f"reads the inputs of layers {beyond}, and {architecture} has {layers}")
     if needs.model is not None and state_layers(needs.model):
         raise refuse("has a model that keeps states of sequences, which do not go back")
-    if needs != SpeculatorNeeds() and start.ranks.pipeline.size > 1:
-        raise refuse("reads more than tokens, which is not sent between stages yet")
+    if needs.taps and start.ranks.pipeline.size > 1:
+        raise refuse(
+            "reads inputs of layers that other stages compute (pipeline_parallel_size), and is in "
+            "the last one"
+        )
     if needs != SpeculatorNeeds() and start.config.compresses_kv:
         raise refuse("reads more than tokens, and caches of draft models are not compacted")

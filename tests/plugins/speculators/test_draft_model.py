@@ -74,6 +74,22 @@ async def test_ranks_draft_for_themselves(size: int | None, folders: Folders) ->
     assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens > 0
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("qwen3", 1), ("gemma3", 1), ("qwen3", 2)])
+async def test_the_last_stage_drafts(name: str, ranks: int, folders: Folders) -> None:
+    """It has the draft model whole, whose layers join the cache of this stage alone."""
+    plugins = load_plugins()
+    plugins.add_plugin(Ranks(), Provenance("tests", "0", "rank_threads"))
+    folder, asked = folders(name), requests()
+    shared: dict[str, Any] = {
+        "pipeline_parallel_size": 2, "tensor_parallel_size": ranks, "executor": "rank_threads",
+    }  # fmt: skip
+    plain, _ = await serve(config_of(folder, **shared), asked, plugins)
+    config = config_of(folder, speculative_config=drafting(folder, adaptive_width=False), **shared)
+    drafted, stats = await serve(config, asked, plugins)
+    assert drafted == plain
+    assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens > 0
+
+
 @pytest.mark.parametrize(("name", "blocks"), [("qwen3", 30), ("gemma3", 50)])
 async def test_another_model_drafts_what_it_would_say(
     name: str, blocks: int, folders: Folders, small: Path

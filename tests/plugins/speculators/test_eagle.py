@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from draft_heads import LLAMA, Random, Tensors, attention, drafts_of, mlp, rms, write
 from drafted import check_drafts, config_of, requests, serve
+from rank_executor import Plugin as Ranks
 
 from jackfield.core.errors import ConfigError, JackfieldError
+from jackfield.core.registry import Provenance, load_plugins
 
 from helpers import COMMON, VOCAB, make_checkpoint, reference_model
 
@@ -172,6 +175,26 @@ async def test_eagle3_norms_each_layers_states(target: Path, tmp_path: Path) -> 
     reference = reference_of(target, tensors, "midlayer.", (0, 1, 2), fc_norm=True)
     speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
     await check_drafts(target, speculative, reference)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+async def test_a_last_stage_says_what_a_head_lacks(method: str, tmp_path: Path) -> None:
+    sizes = transformers.LlamaConfig(**{**COMMON, "tie_word_embeddings": False})
+    transformers.LlamaForCausalLM(sizes).save_pretrained(target := tmp_path / "target")
+    tensors, config = eagle3(Random(2), 80, prefix="midlayer.", own_embeddings=method == "eagle3")
+    config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
+    if method == "eagle":
+        draw = Random(1)
+        tensors = {"fc.weight": draw.matrix(SIZE, 2 * SIZE), **draw.layer("layers.0.", SIZE)}
+        config = {**LLAMA, "hidden_size": SIZE, "architectures": ["EagleLlamaForCausalLM"]}
+    head = write(tmp_path / "head", tensors, config)
+    plugins = load_plugins()
+    plugins.add_plugin(Ranks(), Provenance("tests", "0", "rank_threads"))
+    speculative = {"method": method, "model": str(head), "num_speculative_tokens": 2}
+    options: dict[str, Any] = {"executor": "rank_threads", "pipeline_parallel_size": 2}
+    reason = "inputs of layers that other" if method == "eagle3" else "last stage has no embeddings"
+    with pytest.raises(JackfieldError, match=reason):
+        await serve(config_of(target, speculative_config=speculative, **options), [], plugins)
 
 
 @pytest.mark.parametrize(

@@ -342,6 +342,13 @@ async def test_the_layer_drafts_what_transformers_computes(name: str, tmp_path: 
     assert stats.spec_decode_num_draft_tokens > 0
 
 
+@pytest.mark.parametrize("name", ["MiMoForCausalLM", "DeepseekV3ForCausalLM"])
+async def test_the_last_stage_has_the_layer_and_embeddings(name: str, tmp_path: Path) -> None:
+    case = CASES[name](tmp_path)
+    speculative: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
+    await check_drafts(case.folder, speculative, case.drafts, stages=2)
+
+
 async def test_old_names_and_the_checkpoints_number_of_drafts(tmp_path: Path) -> None:
     case = CASES["MiMoForCausalLM"](tmp_path)
     config = config_of(case.folder, speculative_config={"method": "mimo_mtp"})
