@@ -50,6 +50,7 @@ class Case:
     depth = "num_hidden_layers"
     window: int | None = None
     rope_type: tuple[str, ...] = ()
+    axes: int | None = None
 
     def __init__(self, folder: Path, family: str, architecture: str, sizes: dict[str, Any]) -> None:
         """The layer is one more of the model's, renamed."""
@@ -124,7 +125,10 @@ class Case:
             mask += torch.full_like(mask, float("-inf")).tril(-self.window)
         out = self.run_layer(
             x[None], attention_mask=mask, position_ids=places,
-            position_embeddings=self.model.model.rotary_emb(x[None], places, *self.rope_type),
+            position_embeddings=self.model.model.rotary_emb(
+                x[None], places if self.axes is None else places.expand(self.axes, 1, -1),
+                *self.rope_type,
+            ),
         )  # fmt: skip
         return (out[0] if isinstance(out, tuple) else out)[0]
 
@@ -191,7 +195,11 @@ class Qwen(Case):
         return own | {f"mtp.layers.0.{name}": tensor for name, tensor in block.items()}
 
 
-class DenseQwen(Qwen):
+class Qwen35(Qwen):
+    axes = 3
+
+
+class DenseQwen(Qwen35):
     seed = 6
     """With 5 two tokens are as likely."""
 
@@ -327,7 +335,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "Qwen3_5ForCausalLM": lambda folder: DenseQwen(
         folder, "Qwen3_5Text", "Qwen3_5ForCausalLM", NEXT
     ),
-    "Qwen3_5MoeForCausalLM": lambda folder: Qwen(
+    "Qwen3_5MoeForCausalLM": lambda folder: Qwen35(
         folder, "Qwen3_5MoeText", "Qwen3_5MoeForCausalLM", NEXT
     ),
 }  # fmt: skip
