@@ -15,7 +15,9 @@ from rounded_cache import rounded
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, InvalidRequest
+from jackfield.core.hooks import hookimpl
 from jackfield.core.protocols import AttentionSpec, KVCompressor
+from jackfield.core.registry import load_plugins
 from jackfield.plugins.kv_compressors.by_keys import KeyNorm
 
 from helpers import (
@@ -422,6 +424,37 @@ async def test_models_that_cannot_have_levels(tmp_path: Path) -> None:
     assert "kv_compression_levels" in said and "window of 24 tokens" in said and "age 23" in said
     said = await refusal("qwen3", kv_compression_levels="8:0.5@16", kv_compression="snap_kv_merge")
     assert "kv_compression: 'snap_kv_merge'" in said and "changes values" in said
+
+
+class Raising(KeyNorm):
+    """Fails for long prompts."""
+
+    def scores(self, spec: AttentionSpec, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if len(keys) > 90:
+            raise ValueError("too many tokens for this one")
+        return super().scores(spec, keys, values)
+
+
+class Outside:
+    jackfield_api = 3
+
+    @hookimpl
+    def register_kv_compressors(self, registry: Any) -> None:
+        registry.add("raising", f"{__name__}:Raising")
+
+
+async def test_a_compressor_that_raises_ends_its_request_alone(folder: Path) -> None:
+    options = {"kv_compression": "raising", "kv_compression_levels": "8:0.5@16"}
+    plugins = load_plugins(extra=[Outside()])
+    async with AsyncEngine(config(folder, **options), plugins=plugins) as engine:
+        well = asyncio.ensure_future(ask(engine, prompt(60), 20))
+        async for output in engine.generate(prompt(140), SamplingParams(ignore_eos=True)):
+            last = output
+        assert last.error is not None and "raising" in last.error
+        assert "too many tokens for this one" in last.error
+        assert len((await well).outputs[0].token_ids) == 20 and engine.healthy
+        engine.core.scheduler.check_invariants()
+        assert engine.stats().kv_blocks_used == 0
 
 
 async def test_a_request_may_turn_levels_off_and_nothing_else(folder: Path) -> None:

@@ -153,6 +153,20 @@ async def test_latents(tmp_path: Path) -> None:
     similar(plain, recorded)
 
 
+async def test_caches_in_levels(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path)
+    options = {"kv_compression_levels": "8@8", "kv_compression_interval": 8, "block_size": 8}
+    plain, _ = await tokens(
+        folder, late=False, attention_backend="torch", operations="torch", enforce_eager=True,
+        **options,
+    )  # fmt: skip
+    recorded, stats = await tokens(
+        folder, late=True, attention_backend="triton", operations="triton", **options
+    )
+    assert stats.kv_compactions > 1
+    similar(plain, recorded)
+
+
 @pytest.mark.parametrize("policy", ["window", "key_norm"])
 async def test_compressed_caches(tmp_path: Path, policy: str) -> None:
     folder = make_checkpoint("qwen3", tmp_path)
