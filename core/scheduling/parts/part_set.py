@@ -52,7 +52,7 @@ class SchedulerParts:
         self.needs_plan = self._having("needs_plan")
         self.begin_result = self._having("begin_result")
         self._of_rows = [
-            (part.concerns_rows, *(self._calls(part, name) for name in ("settle", "kept")))
+            (part.concerns_rows, self._calls(part, "settle"), self._calls(part, "kept"))
             for part in self._parts
         ]
         self.leave = self._having("leave")
@@ -74,7 +74,8 @@ class SchedulerParts:
 
     def of_rows(self, plan: StepPlan, result: StepResult) -> tuple[Calls, Calls]:
         """Return the parts' `settle` and `kept` that are to be called for a result's rows."""
-        settle, kept = [], []
+        settle: list[Callable[..., Any]] = []
+        kept: list[Callable[..., Any]] = []
         for concerns_rows, settles, keeps in self._of_rows:
             if (settles or keeps) and concerns_rows(plan, result):
                 settle += settles
