@@ -20,17 +20,17 @@ READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "uniqu
 EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 
 
-class Tape(TorchDispatchMode):
+class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes operations of torch and Triton's interpreter, then plays them."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[tuple[Any, Any, Any, Any]] = []
         self._paused = False
         self._run = None if GridExecutor is None else GridExecutor.__call__
 
     def __enter__(self) -> Self:
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         if (run := self._run) is None:
             return self
 
@@ -44,7 +44,7 @@ class Tape(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         if self._run is not None:
             GridExecutor.__call__ = self._run
 

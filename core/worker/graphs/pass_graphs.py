@@ -130,7 +130,9 @@ class PassGraphs:
     ) -> RowDrafts:
         self._send(slots, starts, rows)
         if observed is not None and self._states is not None:
-            self._states[:rows].copy_(self._known(*self._rows(rows), observed).states)
+            own = self._known(*self._rows(rows), observed).states
+            assert own is not None, "states of the step's tokens are given"
+            self._states[:rows].copy_(own)
         self._replays[rows, width]()
         num_rows = len(slots)
         drafts = Drafts(self._token_ids[:num_rows], self._counts[:num_rows])

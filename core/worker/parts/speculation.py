@@ -425,7 +425,8 @@ class Speculation(WorkerPart):
 
     @property
     def _observes(self) -> bool:
-        return type(self._speculator).observe is not Speculator.observe
+        speculator = self._speculator
+        return speculator is not None and type(speculator).observe is not Speculator.observe
 
     def observe(self, rows: PassRows) -> torch.Tensor | None:
         """Return the speculator's states of a step's tokens; recordable."""
