@@ -196,7 +196,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "jackfield.plugins.conformance.policies": ("SchedulePolicyKit",),
         "jackfield.plugins.conformance.pooling_models": ("PoolingModelKit",),
         "jackfield.plugins.conformance.quantization": ("QuantizationKit",),
-        "jackfield.plugins.conformance.speculators": ("SpeculatorKit",),
+        "jackfield.plugins.conformance.speculators": ("LikeliestRows", "SpeculatorKit",),
         "jackfield.plugins.conformance.tenants": ("TenantKit",),
     },
 }  # fmt: skip

@@ -40,7 +40,7 @@ class RegularFile:
     def read_array(self, offset: int, size: int) -> np.ndarray:
         """Read bytes without a copy: uint8 [size]. Raises ConfigError as `read_bytes` does."""
         content = np.empty(size, dtype=np.uint8)
-        view, done = memoryview(content), 0
+        view, done = memoryview(content.data), 0
         while done < size:
             count = os.preadv(self._descriptor, [view[done:]], offset + done)
             if not count:

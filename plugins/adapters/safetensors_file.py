@@ -73,7 +73,7 @@ class TensorFile(RegularFile):
         content = torch.from_numpy(self.read_array(self._begin + begin, end - begin))
         return content.view(dtype).reshape(entry.shape)
 
-    def _checked_entries(self, header: bytearray, data_size: int) -> dict[str, TensorEntry]:
+    def _checked_entries(self, header: bytes, data_size: int) -> dict[str, TensorEntry]:
         try:
             fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
             fields.pop("__metadata__", None)
