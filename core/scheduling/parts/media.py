@@ -78,15 +78,26 @@ class Media(SchedulerPart):
 
     def cost(self, request: Request, hits: PrefixHits) -> int | None:
         """Return 0, or None if its first row would be empty."""
-        computed = hits.num_blocks * self._block_size
-        item = next((item for item in _items(request) if item.end > computed), None)
-        if item is None or _latest_end(request, item) > computed:
+        items = _items(request)
+        if not items:
             return 0
         assert self._builder is not None
-        reach = item.end if self._whole_spans else item.start + 1
-        if reach - computed > self._builder.budget:
+        computed = hits.num_blocks * self._block_size
+        end = self._least_end(request, computed)
+        if end - computed > self._builder.budget:
             return None
-        return 0 if self._is_possible(request, item) else None
+        reached = (item for item in items if item.start < end and item.end > computed)
+        return 0 if all(self._is_possible(request, item) for item in reached) else None
+
+    def _least_end(self, request: Request, computed: int) -> int:
+        """Return where a row from there on ends at the least."""
+        end = computed + 1
+        for item in _items(request):
+            if self._whole_spans and item.start < end < item.end:
+                end = item.end
+            if _is_last(request, item) and item.start == end:
+                end = item.end
+        return end
 
     def look_at(self, request: Request) -> int | None:
         computed = request.num_computed_tokens
@@ -104,8 +115,14 @@ class Media(SchedulerPart):
                 break
             split = self._whole_spans and item.end > end
             if item.start >= end or split or not self._hold(request, number, item):
-                return max(0, latest - computed)
+                return max(0, self._end_before(request, latest) - computed)
         return count
+
+    def _end_before(self, request: Request, end: int) -> int:
+        """Return `end`, or the start of an item that must not be split there."""
+        if not self._whole_spans:
+            return end
+        return next((item.start for item in _items(request) if item.start < end < item.end), end)
 
     def chunk_planned(self, request: Request) -> None:
         """Give back the outputs that the request's later rows do not need."""

@@ -198,7 +198,7 @@ def seeing(*kinds: int, gap: int = 2) -> Request:
 
 
 def scheduler(**more: Any) -> Scheduler:
-    return make_scheduler(media=(MOST_KEPT, False), **{"max_num_batched_tokens": 16, **more})
+    return make_scheduler(**{"media": (MOST_KEPT, False), "max_num_batched_tokens": 16, **more})
 
 
 def step(planner: Scheduler) -> tuple[list[str], list[str]]:
@@ -292,6 +292,22 @@ def test_an_item_that_is_the_last_token_finds_room_beside_the_one_before() -> No
     request = make_request(19, max_tokens=1)
     give(request, [MediaItem(0, large), MediaItem(18, content(0, 1))])
     add(planner, request)
+    finish(planner)
+
+
+@pytest.mark.parametrize("budget", [13, 14, 15, 16])
+def test_an_item_before_the_last_token_is_not_split_for_it(budget: int) -> None:
+    planner = scheduler(media=(MOST_KEPT, True), max_num_batched_tokens=budget)
+    request = make_request(15, max_tokens=1)
+    give(request, [MediaItem(2, content(4, 12)), MediaItem(14, content(0, 1))])
+    add(planner, request)
+    ends = []
+    while request.num_computed_tokens < 15:
+        plan = planner.schedule()
+        assert plan is not None
+        ends.append(request.num_computed_tokens)
+        run(planner, plan)
+    assert set(ends) <= {1, 2, 15}, "within an item, or right before the last token"
     finish(planner)
 
 
