@@ -163,6 +163,12 @@ MACHINES = (MediaMachine, MediaConnectorMachine, MediaDraftMachine, SpanMachine)
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_random_steps(machine: type[PriorityMachine]) -> None:
+    run_machine(machine, 1000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+def test_many_random_steps(machine: type[PriorityMachine]) -> None:
     encoded = parts = 0
 
     class Counting(machine):  # type: ignore[misc, valid-type]
@@ -172,16 +178,10 @@ def test_random_steps(machine: type[PriorityMachine]) -> None:
             encoded += self.worker.num_encoded
             parts += self.worker.num_parts
 
-    run_machine(Counting, 1000)
+    run_machine(Counting, NIGHTLY_STEPS)
     assert encoded, "the machine encodes nothing"
     # Of items that are computed together, only a prefix hit computes a part.
     assert parts or machine is SpanMachine, "no chunk or prefix hit ends inside an item"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("machine", MACHINES)
-def test_many_random_steps(machine: type[PriorityMachine]) -> None:
-    run_machine(machine, NIGHTLY_STEPS)
 
 
 # ---------------------------------------------------------------- one thing at a time
