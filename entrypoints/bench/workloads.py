@@ -345,13 +345,13 @@ class BenchRequest(msgspec.Struct, frozen=True):
 
 
 def draw(
-    workload: Workload, vocab_size: int, trial: int, *, requests: int = 0
+    workload: Workload, vocab_size: int, trial: int, *, requests: int = 0, turn: int = 0
 ) -> list[BenchRequest]:
     """Return a trial's requests: the same lengths per trial, but different tokens, against prefix
     caches.
 
     Ranges are drawn as in nano-vllm's benchmark (seed 0, prompts first, then output lengths), for
-    comparable numbers.
+    comparable numbers. turn: of chats, whose turns differ in length.
     """
     usable = vocab_size - vocab_size // 150
     count = requests or workload.requests
@@ -359,13 +359,16 @@ def draw(
         return _draw_mixed(workload, usable, trial, count)
     (low, high), (least, most) = workload.prompt, workload.output
     if workload.median:
-        source = random.Random(f"{workload.id} {trial} {count}")
+        sizes, source = random.Random(f"{workload.id} {turn} {count}"), random.Random(trial)
         mean = math.log(workload.median)
-        lengths = [min(max(round(source.lognormvariate(mean, 1.0)), low), high)
-                   for _ in range(count)]  # fmt: skip
+        lengths = [
+            min(max(round(sizes.lognormvariate(mean, 1.0)), low), high) for _ in range(count)
+        ]
         return [
-            BenchRequest(source.choices(range(usable), k=length), source.randint(least, most),
-                         workload.temperature)
+            BenchRequest(
+                source.choices(range(usable), k=length), sizes.randint(least, most),
+                workload.temperature,
+            )
             for length in lengths
         ]  # fmt: skip
     if low == high and least == most:

@@ -139,7 +139,8 @@ async def test_a_batch_whose_tenant_cannot_be_counted_leaves_no_slot_taken(
 def test_lines_may_name_each_inference_route_of_openais_api() -> None:
     ollama = {f"/api/{name}" for name in ("chat", "generate", "embed", "embeddings")}
     forms = {f"/v1/audio/{name}" for name in ("transcriptions", "translations")}
-    assert {*ROUTES, "/v1/messages", "/invocations", *ollama, *forms} == INFERENCE_ROUTES
+    others = {"/v1/messages", "/v2/embed", "/invocations", *ollama, *forms}
+    assert {*ROUTES, *others} == INFERENCE_ROUTES
 
 
 async def test_a_line_gets_the_response_of_the_server(checkpoint: Path) -> None:

@@ -749,13 +749,17 @@ def test_a_wrong_field_is_named(server: Server, options: dict[str, Any], param: 
         assert param.partition(".")[0].partition("[")[0] in error["message"]
 
 
+CHATS_ALONE = ("modalities", "chat_template", "documents", "mm_processor_kwargs")
+"""What other routes refuse, and chats take."""
+
+
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED.keys() - {"use_beam_search"}))
 def test_what_is_not_supported_is_refused_by_name(server: Server, name: str) -> None:
     for route, body in (
         (ROUTE, {"messages": user("Hello")}),
         ("/v1/completions", {"prompt": "Hello"}),
     ):
-        if route == ROUTE and name in ("modalities", "chat_template", "documents"):
+        if route == ROUTE and name in CHATS_ALONE:
             continue
         error = post(server, {**body, name: "x", "max_tokens": 1}, 400, route)["error"]
         assert error["param"] == name and error["message"].startswith(f"{name}: ")

@@ -57,6 +57,5 @@ def test_no_kernel_is_left_out() -> None:
         for name in re.findall(r"@triton\.jit[^\n]*\ndef (\w*kernel)\(", file.read_text())
     }
     programs = "".join(program.read_text() for program in PROGRAM_FILES)
-    assert names and not [
-        name for name in names if name not in programs and name != "_smallest_kernel"
-    ]
+    elsewhere = {"_smallest_kernel", "_uniform_matmul_kernel"}  # test_invariant_compile.py
+    assert names and not [name for name in names - elsewhere if name not in programs]

@@ -163,7 +163,7 @@ def _chat(bench: Bench, workload: Workload, trial: int) -> tuple[float, list[lis
     num_cached = [workload.system if chat else 0 for chat in range(workload.requests)]
     seconds, cached, sizes = 0.0, 0, []
     for turn in range(workload.turns):
-        words = draw(workload, bench.vocab_size, 1000 * trial + turn)
+        words = draw(workload, bench.vocab_size, 1000 * trial + turn, turn=turn)
         requests = [
             BenchRequest(history + addition.prompt, addition.output)
             for history, addition in zip(histories, words, strict=True)

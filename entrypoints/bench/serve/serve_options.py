@@ -285,7 +285,7 @@ def draw_chats(
     usable = vocab_size - vocab_size // 150
     prefix = [(trial + 17 * token) % usable for token in range(workload.system)]
     turns = [
-        draw(workload, vocab_size, 1000 * trial + turn, requests=count)
+        draw(workload, vocab_size, 1000 * trial + turn, requests=count, turn=turn)
         for turn in range(workload.turns)
     ]
     turns[0] = [
