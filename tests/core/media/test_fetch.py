@@ -159,14 +159,16 @@ async def test_a_body_without_an_end_is_cut_off(monkeypatch: pytest.MonkeyPatch)
 
 async def test_a_host_that_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "SECONDS", 0.05)
+    left = asyncio.Event()
 
     async def handler(request: web.Request) -> web.Response:
-        await asyncio.Event().wait()
+        await left.wait()
         return web.Response()
 
     async with serving(handler) as port:
         fetcher = MediaFetcher("", (ANY,), allows=of_this_machine)
         assert "within 0.05 seconds" in await refused(fetcher, f"http://127.0.0.1:{port}/")
+        left.set()
 
 
 async def test_files_are_those_of_the_folder(tmp_path: Path) -> None:

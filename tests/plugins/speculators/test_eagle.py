@@ -14,6 +14,7 @@ from rank_executor import Plugin as Ranks
 
 from jackfield.core.errors import ConfigError, JackfieldError
 from jackfield.core.registry import Provenance, load_plugins
+from jackfield.plugins.conformance import rank_threads
 
 from helpers import COMMON, VOCAB, make_checkpoint, reference_model
 
@@ -178,7 +179,10 @@ async def test_eagle3_norms_each_layers_states(target: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-async def test_a_last_stage_says_what_a_head_lacks(method: str, tmp_path: Path) -> None:
+async def test_a_last_stage_says_what_a_head_lacks(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_threads, "SECONDS", 5.0)  # The first stage waits for the last one.
     sizes = transformers.LlamaConfig(**{**COMMON, "tie_word_embeddings": False})
     transformers.LlamaForCausalLM(sizes).save_pretrained(target := tmp_path / "target")
     tensors, config = eagle3(Random(2), 80, prefix="midlayer.", own_embeddings=method == "eagle3")
