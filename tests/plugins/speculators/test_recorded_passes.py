@@ -282,7 +282,8 @@ async def test_calls_go_on_where_they_cannot_be_recorded(
     config = settings(target, speculative, executor="graphs")
     served, others = await serve(config, ASKED[:1], plugins)
     assert served == plain
-    assert others.spec_decode_num_draft_tokens == stats.spec_decode_num_draft_tokens > 0
+    # How many depends on measured times.
+    assert others.spec_decode_num_draft_tokens > 0 < stats.spec_decode_num_draft_tokens
     told = [each.getMessage() for each in caplog.records if "launched kernel" in each.getMessage()]
     assert bool(told) == (speculator is Reading)
     assert not told or ("subject" in told[-1] and "waits for the device" in told[-1])
