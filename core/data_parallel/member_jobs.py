@@ -73,13 +73,13 @@ class MemberJobs:
         if isinstance(job, FindAdapter):  # All know the same names, and none waits for a load.
             return await self._serving()[0].ask_adapters(job)
         async with self._adapter_jobs:
-            asked = self._serving()
+            members = self._serving()
             replies = await asyncio.gather(
-                *(member.ask_adapters(job) for member in asked), return_exceptions=True
+                *(member.ask_adapters(job) for member in members), return_exceptions=True
             )
             errors = [reply for reply in replies if isinstance(reply, BaseException)]
-            if errors and len(errors) < len(asked) and isinstance(job, LoadAdapter):
-                done = [m for m, r in zip(asked, replies, strict=True) if isinstance(r, list)]
+            if errors and len(errors) < len(members) and isinstance(job, LoadAdapter):
+                done = [m for m, r in zip(members, replies, strict=True) if isinstance(r, list)]
                 await self._undo(job, done)
             if errors:
                 raise errors[0]
@@ -136,24 +136,24 @@ class MemberJobs:
 
     async def _live_on_each(self, job: LiveJob, num_ranks: int) -> list[dict[str, Any]]:
         """Return all members' answers. If one refuses what belongs to an update, all give it up."""
-        asked = self._serving()
-        jobs: list[LiveJob] = [job] * len(asked)
+        members = self._serving()
+        jobs: list[LiveJob] = [job] * len(members)
         if isinstance(job, JoinGroup):
             jobs = [
                 msgspec.structs.replace(
                     job, rank_offset=job.rank_offset + member.number * num_ranks
                 )
-                for member in asked
+                for member in members
             ]
         replies = await asyncio.gather(
-            *(member.ask_live(each) for member, each in zip(asked, jobs, strict=True)),
+            *(member.ask_live(each) for member, each in zip(members, jobs, strict=True)),
             return_exceptions=True,
         )
         errors = [reply for reply in replies if isinstance(reply, BaseException)]
         if errors and isinstance(job, UPDATE_JOBS):
             # An update that cannot begin at all members may be in progress at some of them.
-            began = [m for m, reply in zip(asked, replies, strict=True) if isinstance(reply, dict)]
-            undone = began if isinstance(job, BeginUpdate) else asked
+            began = [m for m, r in zip(members, replies, strict=True) if isinstance(r, dict)]
+            undone = began if isinstance(job, BeginUpdate) else members
             await asyncio.gather(
                 *(member.ask_live(RollBack()) for member in undone), return_exceptions=True
             )
