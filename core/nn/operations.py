@@ -239,6 +239,13 @@ class Operations(
             return self.layer_norm(x, norm.weight, norm.bias, norm.eps)
         return self.rms_norm(x, norm)
 
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x Wᵀ + bias, of which the other products are made: [T, in_features] → [T, out_features],
+        in memory of its own."""
+        return F.linear(x, weight, bias)
+
     def linear(
         self,
         x: torch.Tensor,
@@ -256,7 +263,7 @@ class Operations(
         """
         if norm is not None:
             x = self.normed(x, norm)
-        out = F.linear(x, weight, bias)
+        out = self.product(x, weight, bias)
         if residual is not None:
             return torch.add(residual, out, alpha=factor)
         return out if factor == 1.0 else out.mul_(factor)
@@ -272,7 +279,7 @@ class Operations(
     ) -> torch.Tensor:
         """activation(norm(x) Wᵀ + bias), by its name in `ACTIVATIONS`: [T, in_features] → [T,
         out_features]."""
-        return ACTIVATIONS[activation](self.linear(x, weight, bias, norm=norm))
+        return self.pointwise(ACTIVATIONS[activation], self.linear(x, weight, bias, norm=norm))
 
     def gated_linear(
         self,
@@ -288,19 +295,20 @@ class Operations(
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """[T, 2 * size], gate then up → [T, size]"""
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return self.pointwise(F.silu, gate) * up
 
     def gelu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """As `silu_mul`, with gelu by its tanh approximation (arXiv 1606.08415)."""
         gate, up = x.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh") * up
+        return self.pointwise(ACTIVATIONS["gelu_pytorch_tanh"], gate) * up
 
     def sigmoid_gate(
         self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x * sigmoid(gate), both [T, size]; with weight, [1, width], the gate, [T, width], times
         it is the logit of a whole row."""
-        return x * torch.sigmoid(gate if weight is None else F.linear(gate, weight))
+        logits = gate if weight is None else self.product(gate, weight)
+        return x * self.pointwise(torch.sigmoid, logits)
 
     def pointwise(
         self, function: Callable[..., torch.Tensor], *parts: torch.Tensor
@@ -315,7 +323,7 @@ class Operations(
         0, of expm1(min(x, eps)) - x elsewhere, of x everywhere, and eps."""
         above, below, beta, eps = weights.unbind()
         wide = x.float()
-        low = torch.expm1(torch.minimum(wide, eps)) - wide
+        low = self.pointwise(torch.expm1, torch.minimum(wide, eps)) - wide
         return (beta * wide + torch.where(wide > 0, above * wide * wide, below * low)).to(x.dtype)
 
     def quantized_linear(
@@ -407,7 +415,7 @@ class Operations(
             return F.relu(products).square()
         if activation == "gelu":
             return self.gelu_mul(products)
-        return activation(*products.chunk(2, dim=-1))
+        return self.pointwise(activation.__call__, *products.chunk(2, dim=-1))
 
     def expert_products(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from ...kernels.linear.small_m_matmul import (
     small_m_matmul,
     split_k_floats,
 )
-from ...kernels.moe.topk_experts import topk_experts
+from ...kernels.moe.topk_experts import ROWS, topk_experts
 from ...kernels.rms_norm import rms_norm
 from ...kernels.sigmoid_gate import sigmoid_gate
 from ...kernels.tuning import Product, gemv_tiles, small_m_config
@@ -54,21 +55,12 @@ def _norm_of(norm: AnyNorm | None) -> dict[str, Any]:
     return {"norm": norm}
 
 
-def routed(logits: torch.Tensor, rule: RoutingRule, *, rows: int | None = None) -> Routing:
-    """As `Operations.route`. `rows`: tokens per program, as `topk_experts` has it."""
-    weights, experts = topk_experts(
-        logits, rule.top_k, renormalize=rule.renormalize, sigmoid=rule.scoring == "sigmoid",
-        bias=rule.bias, factor=rule.factor, groups=rule.groups, top_groups=rule.top_groups,
-        rows=rows,
-    )  # fmt: skip
-    return Routing(weights, experts)
-
-
 class TritonLayers(
     TritonStates, TritonLatents, TritonIndexing, TritonSteps, TritonAdapters, Operations
 ):
     """One token: fused matrix-vector products; a few: `small_m_matmul` where measured faster; more:
-    cuBLAS with kernels around it.
+    cuBLAS with kernels around it. If `batch_invariant`, one kernel for any number of tokens, whose
+    product the subclass has (`several_rows`).
     """
 
     embed = staticmethod(embed)
@@ -109,24 +101,17 @@ class TritonLayers(
         residual: torch.Tensor | None = None,
         factor: float = 1.0,
     ) -> torch.Tensor:
-        if x.shape[0] == 1:
+        if self._takes_gemv(x):
             return gemv(
                 x, weight, bias, **_norm_of(norm), residual=residual, factor=factor,
                 config=gemv_tiles(weight, gated=False),
             )  # fmt: skip
         if norm is not None:
             x = self.normed(x, norm)
-        if factor != 1.0:
-            out = self.linear(x, weight, bias)
-            return out.mul_(factor) if residual is None else residual.add_(out, alpha=factor)
-        if (config := self._small_m_config(x, weight, gated=False)) is not None:
-            workspace = self._workspace(x.device)
-            return small_m_matmul(
-                x, weight, bias, residual=residual, config=config, workspace=workspace, out=residual
-            )
-        if residual is None or bias is not None:
-            return super().linear(x, weight, bias, residual=residual)
-        return residual.addmm_(x, weight.t())
+        if factor == 1.0:
+            return self.several_rows(x, weight, bias, residual=residual)
+        out = self.several_rows(x, weight, bias)
+        return out.mul_(factor) if residual is None else residual.add_(out, alpha=factor)
 
     def activated_linear(
         self,
@@ -137,7 +122,7 @@ class TritonLayers(
         activation: str,
         norm: AnyNorm | None = None,
     ) -> torch.Tensor:
-        if x.shape[0] == 1:
+        if self._takes_gemv(x):
             return gemv(
                 x, weight, bias, **_norm_of(norm), activation=activation,
                 config=gemv_tiles(weight, gated=False),
@@ -152,15 +137,38 @@ class TritonLayers(
         *,
         norm: AnyNorm | None = None,
     ) -> torch.Tensor:
-        if x.shape[0] == 1:
+        if self._takes_gemv(x):
             tiles = gemv_tiles(weight, gated=True)
             return gemv(x, weight, bias, **_norm_of(norm), gated=True, config=tiles)
         if norm is not None:
             x = self.normed(x, norm)
-        if (config := self._small_m_config(x, weight, gated=True)) is not None:
-            workspace = self._workspace(x.device)
-            return small_m_matmul(x, weight, bias, gated=True, config=config, workspace=workspace)
-        return super().gated_linear(x, weight, bias)
+        return self.several_rows(x, weight, bias, gated=True)
+
+    def _takes_gemv(self, x: torch.Tensor) -> bool:
+        return x.shape[0] == 1 and not self.batch_invariant
+
+    def several_rows(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """Return residual + x Wᵀ + bias, or silu(gate) * up of it, of any number of tokens.
+        `residual` may be overwritten."""
+        if (config := self._small_m_config(x, weight, gated=gated)) is not None:
+            return small_m_matmul(
+                x, weight, bias, residual=residual, gated=gated, config=config,
+                workspace=self._workspace(x.device), out=residual,
+            )  # fmt: skip
+        if residual is not None and bias is None:
+            return residual.addmm_(x, weight.t())
+        out = self.product(x, weight, bias)
+        if gated:
+            return self.silu_mul(out)
+        return out if residual is None else residual + out
 
     def _small_m_config(
         self, x: torch.Tensor, weight: torch.Tensor, *, gated: bool
@@ -195,11 +203,16 @@ class TritonLayers(
     ) -> torch.Tensor:
         return quantized_product(
             self, x, weight, bias, norm=norm, residual=residual, gated=gated,
-            workspace=self._workspace,
+            workspace=self._workspace, uniform=self.batch_invariant,
         )  # fmt: skip
 
     def route(self, logits: torch.Tensor, rule: RoutingRule) -> Routing:
-        return routed(logits, rule)
+        weights, experts = topk_experts(
+            logits, rule.top_k, renormalize=rule.renormalize, sigmoid=rule.scoring == "sigmoid",
+            bias=rule.bias, factor=rule.factor, groups=rule.groups, top_groups=rule.top_groups,
+            rows=ROWS if self.batch_invariant else None,
+        )  # fmt: skip
+        return Routing(weights, experts)
 
     def experts(
         self,
@@ -213,8 +226,10 @@ class TritonLayers(
         down_bias: torch.Tensor | None = None,
         activation: ExpertActivation | None = None,
     ) -> torch.Tensor:
-        make = experts_product if experts_serve(gate_up, down) else super().experts
-        return make(
+        compute = super().experts
+        if experts_serve(gate_up, down):
+            compute = functools.partial(experts_product, uniform=self.batch_invariant)
+        return compute(
             x, routing, gate_up, down, residual=residual, gate_up_bias=gate_up_bias,
             down_bias=down_bias, activation=activation,
         )  # fmt: skip
@@ -227,8 +242,10 @@ class TritonLayers(
         num_experts: int,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        make = expert_products if experts_serve(weight) else super().expert_products
-        return make(x, experts, weight, num_experts, bias)
+        if not experts_serve(weight):
+            return super().expert_products(x, experts, weight, num_experts, bias)
+        uniform = self.batch_invariant
+        return expert_products(x, experts, weight, num_experts, bias, uniform=uniform)
 
     def heads(
         self,

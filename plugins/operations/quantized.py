@@ -16,7 +16,11 @@ from ...core.nn.operations import Norm, Operations
 from ...core.nn.quantized_weight import QuantizedWeight
 from ...kernels.linear.gemv import gemv
 from ...kernels.linear.int4_gemv import int4_gemv
-from ...kernels.linear.quant_matmul import quant_matmul, quant_matmul_supports
+from ...kernels.linear.quant_matmul import (
+    quant_matmul,
+    quant_matmul_supports,
+    uniform_config,
+)
 from ...kernels.linear.small_m_matmul import (
     SplitKWorkspace,
     small_m_matmul,
@@ -50,30 +54,36 @@ def quantized_product(
     residual: torch.Tensor | None,
     gated: bool,
     workspace: Callable[[torch.device], SplitKWorkspace],
+    uniform: bool = False,
 ) -> torch.Tensor:
     """Return residual + norm(x) Wᵀ + bias, or silu(gate) * up of it; `residual` may be overwritten.
 
-    Launches depend only on shapes and types, so a graph may contain them.
+    Launches depend only on shapes and types, so a graph may contain them. `uniform`: any number of
+    tokens are multiplied in tiles of one size, and inputs are never rounded.
     """
     if weight.order is not None:
         x = (x if norm is None else operations.rms_norm(x, norm)).index_select(1, weight.order)
         norm = None
     num_tokens = x.shape[0]
     integers = weight.e2m1_run is None
-    if num_tokens and (integers or num_tokens == 1) and _takes_int4(x, weight):
-        return _int4_product(
-            operations, x, weight, bias, norm, residual, gated, workspace(x.device)
-        )
-    if num_tokens == 1:
-        return gemv(x, weight, bias, norm=norm, residual=residual, gated=gated)
-    in_8_bits = num_tokens > FEW_TOKENS and multiplies_8_bits(weight)
-    few = FEW_TOKENS if in_8_bits else FEW_TOKENS_WIDE
+    if not uniform:
+        if num_tokens and (integers or num_tokens == 1) and _takes_int4(x, weight):
+            return _int4_product(
+                operations, x, weight, bias, norm, residual, gated, workspace(x.device)
+            )
+        if num_tokens == 1:
+            return gemv(x, weight, bias, norm=norm, residual=residual, gated=gated)
+    in_8_bits = not uniform and num_tokens > FEW_TOKENS and multiplies_8_bits(weight)
+    few = uniform or num_tokens <= (FEW_TOKENS if in_8_bits else FEW_TOKENS_WIDE)
     if in_8_bits:
         out = _product_in_8_bits(x, weight, bias, norm, residual)
-    elif num_tokens <= few and quant_matmul_supports(weight):
+    elif few and quant_matmul_supports(weight):
         if norm is not None:
             x = operations.rms_norm(x, norm)
-        out = quant_matmul(x, weight, bias, residual=residual, num_sms=_num_sms(x.device))
+        out = quant_matmul(
+            x, weight, bias, residual=residual, num_sms=_num_sms(x.device),
+            config=uniform_config(weight) if uniform else None,
+        )  # fmt: skip
     else:
         dense = dequantize_weight(weight, x.dtype)
         out = operations.linear(x, dense, bias, norm=norm, residual=residual)

@@ -12,10 +12,8 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 
-from ...core.nn.activations import ACTIVATIONS, ExpertActivation
-from ...core.nn.operations import AnyNorm, Operations
+from ...core.nn.operations import Operations
 from ...core.nn.routing import Routing, RoutingRule, choose_experts
 
 
@@ -39,54 +37,16 @@ class InvariantTorchOperations(Operations):
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
         return None if device.type == "cpu" else "it is for the CPU"
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        norm: AnyNorm | None = None,
-        residual: torch.Tensor | None = None,
-        factor: float = 1.0,
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if norm is not None:
-            x = self.normed(x, norm)
-        out = by_row(lambda row: F.linear(row, weight, bias), x)
-        if residual is not None:
-            return torch.add(residual, out, alpha=factor)
-        return out if factor == 1.0 else out.mul_(factor)
-
-    def activated_linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        activation: str,
-        norm: AnyNorm | None = None,
-    ) -> torch.Tensor:
-        return by_row(ACTIVATIONS[activation], self.linear(x, weight, bias, norm=norm))
-
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        return by_row(super().silu_mul, x)
-
-    def gelu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        return by_row(super().gelu_mul, x)
-
-    def sigmoid_gate(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        compute = super().sigmoid_gate
-        return by_row(lambda x, gate: compute(x, gate, weight), x, gate)
+        compute = super().product
+        return by_row(lambda row: compute(row, weight, bias), x)
 
     def pointwise(
         self, function: Callable[..., torch.Tensor], *parts: torch.Tensor
     ) -> torch.Tensor:
         return by_row(function, *parts)
-
-    def xielu(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        compute = super().xielu
-        return by_row(lambda row: compute(row, weights), x)
 
     def route(self, logits: torch.Tensor, rule: RoutingRule) -> Routing:
         if not len(logits):
@@ -95,9 +55,3 @@ class InvariantTorchOperations(Operations):
         return Routing(
             torch.cat([row.weights for row in rows]), torch.cat([row.experts for row in rows])
         )
-
-    def activated(
-        self, products: torch.Tensor, activation: ExpertActivation | None
-    ) -> torch.Tensor:
-        compute = super().activated
-        return by_row(lambda row: compute(row, activation), products)
