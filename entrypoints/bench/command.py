@@ -20,6 +20,7 @@ BENCHMARKS = {
     "kernels": "each kernel against what its bytes and products cost",
     "tune": "the best tiles for products of few tokens here, written where engines read them",
     "run": "any in-process workloads",
+    "compare": "engines side by side, from files of results",
 }
 MODULES = {
     "latency": "engine.latency",
@@ -30,6 +31,7 @@ MODULES = {
     "kernels": "kernels.command",
     "tune": "kernels.tune",
     "run": "engine.session",
+    "compare": "comparison",
 }
 
 

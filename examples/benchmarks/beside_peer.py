@@ -33,9 +33,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
+from jackfield.entrypoints.bench.comparison import Comparison
 from jackfield.entrypoints.bench.gpu_state import gpu_state, throttled
 from jackfield.entrypoints.bench.process_tree import adopt_orphans, end_descendants
-from jackfield.entrypoints.bench.report import Emitter, environment, say, table
+from jackfield.entrypoints.bench.report import Emitter, environment, say
 from jackfield.entrypoints.bench.serve.servers import SERVERS
 from jackfield.entrypoints.bench.workloads import WORKLOADS
 from jackfield.examples.benchmarks.engines import ENGINES
@@ -55,9 +56,6 @@ PROGRAMS = {
     "serve": ("jackfield", "bench", "serve"),
 }
 """Of each mode: a module, and the words before its options."""
-SERVE_NUMBERS = (
-    "requests_per_second", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms",
-)  # fmt: skip
 POLL_SECONDS = 0.2
 LOG_LINES = 12
 
@@ -223,8 +221,6 @@ class BesidePeer:
         self.ceilings: str = args.ceilings
         """Rates of the device: our first engine measures them."""
         self.begin = time.monotonic()
-        self.numbers: dict[tuple[str, str], dict[str, float]] = {}
-        """(what, number) → label → value"""
         own = {" ".join(["jackfield", flags]).strip(): shlex.split(flags) for flags in args.ours}
         self.peer_label = f"{args.peer} (peer)" if args.peer == "jackfield" else args.peer
         self.peers = {
@@ -238,7 +234,6 @@ class BesidePeer:
             ]
             for model in args.models
         }
-        self.labels = [*own, self.peer_label]
         self.folders = 0
 
     def peer_flags(self, model: str) -> list[str]:
@@ -281,7 +276,7 @@ class BesidePeer:
                         each.fail(f"{each.state} when {end} ended the run")
             finally:
                 end_descendants()
-        print(self.ratios())
+        print(Comparison(self.emitter.records, self.peer_label).text())
         return int(any(each.state != "measured" for each in engines))
 
     async def measure_group(self, models: list[str]) -> None:
@@ -324,7 +319,7 @@ class BesidePeer:
 
     def take(self, engine: Engine, record: dict[str, Any]) -> None:
         """Write a line of an engine, and keep its numbers for the table."""
-        line = {"engine": "jackfield", "model": engine.model, **record}
+        line = {"engine": "jackfield", "label": engine.label, "model": engine.model, **record}
         if engine.label == self.peer_label:
             line["engine"] = self.peer_label
             if line["workload"] in STARTED:
@@ -336,25 +331,6 @@ class BesidePeer:
         if "ceilings" in line:
             self.ceilings = json.dumps(line["ceilings"])
         self.emitter.emit(line)
-        workload, measured = WORKLOADS.get(line["workload"]), line.get("measured", {})
-        headline = (workload.headline,) if workload else ()
-        at = ", ".join(f"{key}={value}" for key, value in line.get("at", {}).items())
-        for name in SERVE_NUMBERS if self.args.mode == "serve" else headline:
-            if name in measured:
-                what = f"{line['model']} {line['workload']} {at}", name
-                self.numbers.setdefault(what, {})[engine.label] = measured[name]
-
-    def ratios(self) -> str:
-        """Return a table: each number by engine, and ours over the peer's."""
-        *own, peer = self.labels
-        rows = []
-        for what, values in self.numbers.items():
-            theirs = values.get(peer)
-            ratios = [values[label] / theirs if theirs and label in values else None
-                      for label in own]  # fmt: skip
-            rows.append([*what, *map(values.get, self.labels), *ratios])
-        header = ["what", "number", *self.labels, *(f"{label}/{peer}" for label in own)]
-        return table(rows, header)
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:

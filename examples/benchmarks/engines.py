@@ -22,13 +22,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from jackfield.core.loading.model_config import checkpoint_folder
+from jackfield.entrypoints.bench.comparison import Comparison
 from jackfield.entrypoints.bench.engine import session, startup
 from jackfield.entrypoints.bench.engine.backends import check_lengths
 from jackfield.entrypoints.bench.engine.session import Peer, Start
 from jackfield.entrypoints.bench.engine.subprocess_run import run_process
-from jackfield.entrypoints.bench.report import Emitter, Record, add_output_options, say, table
+from jackfield.entrypoints.bench.report import Emitter, add_output_options, say
 from jackfield.entrypoints.bench.types import Outcome
-from jackfield.entrypoints.bench.workloads import WORKLOADS, BenchRequest
+from jackfield.entrypoints.bench.workloads import BenchRequest
 from jackfield.entrypoints.flags.parser import Parser
 
 COMMAND = ("jackfield.examples.benchmarks.engines", "run")
@@ -162,7 +163,7 @@ def compare(argv: list[str]) -> int:
     """Return the exit status, 1 if an engine failed."""
     parser = Parser(
         prog="engines compare",
-        description="Run workloads through each engine that is installed, and print the ratios.",
+        description="Run workloads through each engine that is installed, and compare them.",
         epilog="Other options go to `run` as they are (--model, --scale, …).",
     )
     parser.add_argument("workloads", nargs="+", metavar="WORKLOAD")
@@ -185,37 +186,13 @@ def compare(argv: list[str]) -> int:
         if exit_status:
             say(f"{engine}: {'out of time' if exit_status < 0 else f'exit status {exit_status}'}")
             status = 1
-    print(ratios(emitter.records))
+    print(Comparison(emitter.records).text())
     return status
 
 
 def installed() -> list[str]:
     """Return the engines that can be imported here."""
     return [name for name in ENGINES if importlib.util.find_spec(name) is not None]
-
-
-def ratios(records: Sequence[Record]) -> str:
-    """Return a table: each workload's headline number by engine, and Jackfield's ratio to each
-    peer."""
-    engines = list(dict.fromkeys(record["engine"] for record in records))
-    headlines: dict[tuple[str, str, str], dict[str, float]] = {}
-    for record in records:
-        workload = WORKLOADS.get(record["workload"])
-        headline = "first_token_s" if workload is None else workload.headline
-        if headline in record.get("measured", {}):
-            at = ", ".join(f"{k}={v}" for k, v in record.get("at", {}).items())
-            row = headlines.setdefault((record["workload"], at, headline), {})
-            row[record["engine"]] = record["measured"][headline]
-    peers = [engine for engine in engines if engine != "jackfield"]
-    rows = []
-    for (name, at, headline), numbers in headlines.items():
-        own = numbers.get("jackfield")
-        shares = [
-            own / numbers[peer] if own is not None and peer in numbers else None for peer in peers
-        ]
-        label = f"{name} {at}".strip()
-        rows.append([label, headline, *(numbers.get(engine) for engine in engines), *shares])
-    return table(rows, ["what", "number", *engines, *(f"ours/{peer}" for peer in peers)])
 
 
 def run(argv: list[str]) -> int:

@@ -112,7 +112,7 @@ def test_one_engine_fails_and_the_others_are_measured(tmp_path: Path) -> None:
     for line in (each for each in ended.lines if "error" in each):
         assert missing in line["log"][-1] and line["log"][-1] in ended.log
     theirs, own = (x["measured"]["ms_per_token"] for x in ended.lines if x["workload"] == "W1")
-    assert f"{own / theirs:.4g}" in ended.table.splitlines()[-1].split()
+    assert f"{theirs / own:.4g}" in ended.table.splitlines()[-1].split()
     (start, own_start) = [x for x in ended.lines if x["workload"] == "start"]
     assert "not alone" in start["at"] and "at" not in own_start
 
