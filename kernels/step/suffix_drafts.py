@@ -17,8 +17,9 @@ from ..launch import launch
 
 PLACES = 256
 """Per program."""
-SHORT: tl.constexpr = tl.constexpr(2)
-LONG: tl.constexpr = tl.constexpr(6)
+LEVELS: tl.constexpr = tl.constexpr(4)
+LONGEST: tl.constexpr = tl.constexpr(8)
+"""Of the sizes, which are the powers of 2 up to there: one of each level."""
 WAYS: tl.constexpr = tl.constexpr(8)
 MASK: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 FACTOR: tl.constexpr = tl.constexpr(1000003)
@@ -53,12 +54,11 @@ def _note_kernel(
     number = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
     place = end - most + number
     noted = (number < most) & (place >= first)
-    for level in tl.static_range(2):
-        length = LONG if level else SHORT
-        state = tl.zeros([PLACES], dtype=tl.int64) + ((owner + length) & MASK)
-        known = noted & (place - (length - 1) >= first)
-        for step in tl.static_range(LONG if level else SHORT):
-            at = place - (length - 1 - step)
+    for level in tl.static_range(LEVELS):
+        state = tl.zeros([PLACES], dtype=tl.int64) + ((owner + (1 << level)) & MASK)
+        known = noted & (place - ((1 << level) - 1) >= first)
+        for step in tl.static_range(1 << level):
+            at = place - ((1 << level) - 1 - step)
             token = tl.load(tokens_ptr + base + at % size, mask=known, other=-1).to(tl.int64)
             known = known & (token >= 0)
             state = (state * FACTOR + token + 1) & MASK
@@ -87,6 +87,7 @@ def _best(
     factor,
     least,
     num_drafts,
+    best_length,
     OWNED: tl.constexpr,
     DEPTH: tl.constexpr,
     DRAFTS: tl.constexpr,
@@ -95,17 +96,14 @@ def _best(
     """Return score, number and drafts of one text if it is better than what is given."""
     lane = tl.arange(0, LANES)
     order = tl.arange(0, DRAFTS)
-    short = (owner + SHORT) & MASK
-    long = (owner + LONG) & MASK
-    for step in tl.static_range(LONG):
-        at = length - LONG + step
+    lane_size = 1 << (lane // WAYS)
+    state = (owner + lane_size) & MASK
+    for step in tl.static_range(LONGEST):
+        at = length - LONGEST + step
         token = tl.load(own_ptr + own_base + tl.maximum(at, 0), mask=at >= 0, other=-2)
-        token = token.to(tl.int64)
-        long = (long * FACTOR + token + 1) & MASK
-        if step >= LONG - SHORT:
-            short = (short * FACTOR + token + 1) & MASK
-    is_long = lane >= WAYS
-    bucket = tl.where(is_long, _bucket(long, num_buckets), _bucket(short, num_buckets))
+        after = (state * FACTOR + token.to(tl.int64) + 1) & MASK
+        state = tl.where(lane_size >= LONGEST - step, after, state)
+    bucket = _bucket(state, num_buckets)
     place = tl.load(cells_ptr + cells + bucket * WAYS + lane % WAYS).to(tl.int64) - 1
     alike = (place >= 0) & (place < end - 1)
     if OWNED:
@@ -118,53 +116,51 @@ def _best(
         at = tl.maximum(length - 1 - back, 0)
         alike = alike & (there == tl.load(own_ptr + own_base + at)) & (there >= 0)
         matched += alike.to(tl.int32)
-    needed = tl.where(is_long, tl.minimum(LONG, DEPTH - 1), tl.minimum(SHORT, DEPTH - 1))
-    found = matched >= needed
-    # A place that both sizes find counts once.
+    found = matched >= tl.minimum(lane_size, DEPTH - 1)
+    # A place that several sizes find counts once.
     twice = (place[:, None] == place[None, :]) & (lane[None, :] < lane[:, None]) & found[None, :]
     found = found & (tl.sum(twice.to(tl.int32), axis=1) == 0)
     matched = tl.where(found, matched, 0)
     best_score = tl.zeros([], dtype=tl.float32)
-    best_matched = tl.zeros([], dtype=tl.int32)
     best_count = tl.zeros([], dtype=tl.int32)
     best_drafts = tl.zeros([DRAFTS], dtype=tl.int32)
-    for level in range(LANES):
-        level_matched = tl.sum(tl.where(lane == level, matched, 0), axis=0)
-        before = tl.sum(((lane < level) & (matched == level_matched)).to(tl.int32), axis=0)
-        if (level_matched > 0) & (before == 0):
-            active = matched >= level_matched
-            budget = (level_matched.to(tl.float32) * factor).to(tl.int32)
-            budget = tl.minimum(tl.minimum(budget, num_drafts), DEPTH - level_matched)
-            product = tl.full([], 1.0, dtype=tl.float32)
-            total_score = tl.zeros([], dtype=tl.float32)
-            number = tl.zeros([], dtype=tl.int32)
-            proposed = tl.zeros([DRAFTS], dtype=tl.int32)
-            alive = budget > 0
-            while alive:
-                ahead = place + 1 + number
-                active = active & (ahead < end)
-                follower = tl.load(tokens_ptr + base + ahead % size, mask=active, other=-1)
-                active = active & (follower >= 0)
-                total = tl.sum(active.to(tl.int32), axis=0)
-                same = (follower[:, None] == follower[None, :]) & active[None, :]
-                votes = tl.where(active, tl.sum(same.to(tl.int32), axis=1), 0)
-                most = tl.max(votes, axis=0)
-                winner = tl.min(tl.where(active & (votes == most), follower, MASK), axis=0)
-                share = most.to(tl.float32) / tl.maximum(total, 1).to(tl.float32)
-                product = product * share
-                alive = (total > 0) & (product >= least)
-                if alive:
-                    proposed = tl.where(order == number, winner, proposed)
-                    total_score += product
-                    number += 1
-                    active = active & (follower == winner)
-                    alive = number < budget
-            longer = (total_score == best_score) & (level_matched > best_matched)
-            if (total_score > best_score) | longer:
-                best_score = total_score
-                best_matched = level_matched
-                best_count = number
-                best_drafts = proposed
+    # From the longest match on, which wins where scores are equal.
+    level = tl.max(matched, axis=0)
+    while level > 0:
+        active = matched >= level
+        shorter = tl.max(tl.where(active, 0, matched), axis=0)
+        used = tl.minimum(tl.maximum(shorter + 1, best_length), level)
+        budget = (used.to(tl.float32) * factor).to(tl.int32)
+        budget = tl.minimum(tl.minimum(budget, num_drafts), DEPTH - used)
+        product = tl.full([], 1.0, dtype=tl.float32)
+        total_score = tl.zeros([], dtype=tl.float32)
+        number = tl.zeros([], dtype=tl.int32)
+        proposed = tl.zeros([DRAFTS], dtype=tl.int32)
+        alive = budget > 0
+        while alive:
+            ahead = place + 1 + number
+            active = active & (ahead < end)
+            follower = tl.load(tokens_ptr + base + ahead % size, mask=active, other=-1)
+            active = active & (follower >= 0)
+            total = tl.sum(active.to(tl.int32), axis=0)
+            same = (follower[:, None] == follower[None, :]) & active[None, :]
+            votes = tl.where(active, tl.sum(same.to(tl.int32), axis=1), 0)
+            most = tl.max(votes, axis=0)
+            winner = tl.min(tl.where(active & (votes == most), follower, MASK), axis=0)
+            share = most.to(tl.float32) / tl.maximum(total, 1).to(tl.float32)
+            product = product * share
+            alive = (total > 0) & (product >= least)
+            if alive:
+                proposed = tl.where(order == number, winner, proposed)
+                total_score += product
+                number += 1
+                active = active & (follower == winner)
+                alive = number < budget
+        if total_score > best_score:
+            best_score = total_score
+            best_count = number
+            best_drafts = proposed
+        level = shorter
     better = best_score > score
     drafts = tl.where(better, best_drafts, drafts)
     return tl.where(better, best_score, score), tl.where(better, best_count, count), drafts
@@ -193,6 +189,7 @@ def _drafts_kernel(
     factor,
     least,
     num_drafts,
+    best_length,
     OTHERS: tl.constexpr,
     DEPTH: tl.constexpr,
     DRAFTS: tl.constexpr,
@@ -207,7 +204,8 @@ def _drafts_kernel(
     score, count, drafts = _best(
         score, count, drafts, own_ptr, base, length, own_ptr, own_cells_ptr, own_cells_ptr, base,
         tl.load(own_row_cells_ptr + row), zero, zero, length, own_size, own_buckets,
-        factor, least, num_drafts, OWNED=False, DEPTH=DEPTH, DRAFTS=DRAFTS, LANES=LANES,
+        factor, least, num_drafts, best_length,
+        OWNED=False, DEPTH=DEPTH, DRAFTS=DRAFTS, LANES=LANES,
     )  # fmt: skip
     for other in tl.static_range(OTHERS):
         owner = tl.load((other_owners_ptr if other else owners_ptr) + row)
@@ -215,7 +213,7 @@ def _drafts_kernel(
             score, count, drafts, own_ptr, base, length, shared_ptr, shared_cells_ptr,
             token_owners_ptr, zero, zero, owner, tl.load(first_ptr + row),
             tl.load(end_ptr + row), shared_size, shared_buckets, factor, least, num_drafts,
-            OWNED=True, DEPTH=DEPTH, DRAFTS=DRAFTS, LANES=LANES,
+            best_length, OWNED=True, DEPTH=DEPTH, DRAFTS=DRAFTS, LANES=LANES,
         )  # fmt: skip
     order = tl.arange(0, DRAFTS)
     tl.store(counts_ptr + row, count)
@@ -252,7 +250,8 @@ def suffix_drafts(
             found, counts, own.tokens, own.cells, own_rows.base, own_rows.cells, own_rows.end,
             own_rows.size, own_rows.num_buckets, shared.tokens, shared.cells, shared.owners,
             first.owners, last.owners, first.first, first.end, first.size, first.num_buckets,
-            rule.factor, rule.least, rule.num_drafts, OTHERS=len(others), DEPTH=rule.depth,
-            DRAFTS=triton.next_power_of_2(rule.num_drafts), LANES=2 * WAYS.value, num_warps=1,
+            rule.factor, rule.least, rule.num_drafts, rule.best_length, OTHERS=len(others),
+            DEPTH=rule.depth, DRAFTS=triton.next_power_of_2(rule.num_drafts),
+            LANES=LEVELS.value * WAYS.value, num_warps=1,
         )  # fmt: skip
     return found, counts

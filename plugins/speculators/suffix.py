@@ -4,10 +4,10 @@ in the outputs of earlier requests.
 As in SuffixDecoding (Oliaro et al. 2024) and Arctic Inference, whose option names it has: a match
 of m last tokens proposes up to `m * suffix_decoding_max_spec_factor` tokens, each the most frequent
 one among the matches that agree so far, until the product of their shares falls below
-`suffix_decoding_min_token_prob`. The match with the largest sum of these products wins; those in
-earlier outputs, and in the text that the caller has predicted, only if theirs is larger. Instead of
-trees there are hash tables of places on the device (`suffix_tables`), so that tokens need not come
-to the host, and memory does not grow.
+`suffix_decoding_min_token_prob`. Of all m, that with the largest sum of these products wins; those
+in earlier outputs, and in the text that the caller has predicted, only if theirs is larger. Instead
+of trees there are hash tables of places on the device (`suffix_tables`), so that tokens need not
+come to the host, and memory does not grow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...core.protocols.speculators import (
     SpeculatorSetup,
 )
 from . import suffix_tables
-from .suffix_tables import WAYS, Rows, Rule, Text
+from .suffix_tables import SIZES, WAYS, Rows, Rule, Text
 
 try:
     from ...kernels.step import suffix_drafts as kernels
@@ -39,10 +39,10 @@ except ImportError:
 
 DEFAULT_DEPTH = 24
 CACHED_REQUESTS = 10000
-MOST_CELLS = 32768
-"""Places that are kept of one request's text: 128 KiB per slot."""
+MOST_CELLS = 65536
+"""Places that are kept of one request's text: 256 KiB per slot."""
 MOST_SHARED_TOKENS = 1048576
-"""Tokens of earlier outputs: 12 MiB, and 8 MiB for their places."""
+"""Tokens of earlier outputs: 12 MiB, and 16 MiB for their places."""
 SHARED_TOKENS_PER_REQUEST = 512
 """Room per cached request, up to `MOST_SHARED_TOKENS`."""
 LAST_PLACE = 1 << 30
@@ -89,7 +89,7 @@ class Suffix(Speculator):
             least=options.suffix_decoding_min_token_prob,
             num_drafts=setup.num_drafts,
         )
-        self._num_cells = min(MOST_CELLS, _power_of_2(4 * setup.max_model_len))
+        self._num_cells = min(MOST_CELLS, _power_of_2(2 * len(SIZES) * setup.max_model_len))
         self._cells = self._zeros(num_rows, self._num_cells)
         """[slots, cells] int32: places in each slot's own text."""
         self._sharing = self._zeros(num_rows, dtype=torch.int64)
@@ -101,9 +101,10 @@ class Suffix(Speculator):
         self._shares = options.suffix_decoding_max_cached_requests > 0
         self._max_texts = options.suffix_decoding_max_cached_requests or num_rows
         self._num_shared = min(MOST_SHARED_TOKENS, SHARED_TOKENS_PER_REQUEST * self._max_texts)
+        self._shared_cells = _power_of_2(len(SIZES) * self._num_shared)
         self._shared = Text(
             tokens=torch.full((self._num_shared,), -1, dtype=torch.int32, device=self._device),
-            cells=self._zeros(_power_of_2(2 * self._num_shared)),
+            cells=self._zeros(self._shared_cells),
             owners=self._zeros(self._num_shared, dtype=torch.int64),
         )
         self._private = self._zeros(num_rows, dtype=torch.int64)
@@ -151,7 +152,7 @@ class Suffix(Speculator):
         if slot in self._predicted:
             self._predicted.discard(slot)
             self._private[slot].zero_()
-        if self._shares and num_tokens - first > suffix_tables.SIZES[0]:
+        if self._shares and num_tokens - first > SIZES[0]:
             output = tokens.history[slot, first:num_tokens]
             self._store(output, tokens.lengths - first, self._sharing[slot : slot + 1])
 
@@ -176,11 +177,12 @@ class Suffix(Speculator):
         for slot, num_tokens in self._new.items():
             # Its history has them by now, also if it gets no drafts with this step.
             slots = tokens.slots.new_full((1,), slot)
-            lengths = tokens.lengths.new_full((1,), num_tokens)
-            self._note(own, self._own_rows(tokens.history, slots, lengths), num_tokens)
+            lengths = tokens.lengths.new_full((1,), num_tokens - 1)
+            self._note(own, self._own_rows(tokens.history, slots, lengths), num_tokens - 1)
         self._new.clear()
         rows = self._own_rows(tokens.history, tokens.slots, tokens.lengths)
-        self._note(own, rows, 1 + self._rule.num_drafts)
+        # All but the newest place, which is looked up.
+        self._note(own, rows._replace(end=rows.end - 1), 1 + self._rule.num_drafts)
         others = [self._sharing] if self._shares else []
         others += [self._private] if self._predicted else []
         other_rows = [
@@ -197,7 +199,8 @@ class Suffix(Speculator):
 
     def _note(self, text: Text, rows: Rows, most: int) -> None:
         note = kernels.note_places if self._launches else suffix_tables.note_places
-        note(text, rows, most)
+        if most:
+            note(text, rows, most)
 
     def _own_rows(self, history: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor) -> Rows:
         nothing = torch.zeros_like(slots)
@@ -217,7 +220,7 @@ class Suffix(Speculator):
             base=nothing,
             size=self._num_shared,
             cells=nothing,
-            num_buckets=_power_of_2(2 * self._num_shared) // WAYS,
+            num_buckets=self._shared_cells // WAYS,
             owners=owners,
             first=nothing + first,
             end=nothing + self._end,

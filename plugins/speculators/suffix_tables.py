@@ -1,10 +1,11 @@
 """Tables of the places where the same tokens stood, and the drafts that they give. In torch; the
 kernels do the same.
 
-A text is a flat array. For each place in it, two cells are written: those of the last 2 and of the
-last 6 tokens up to there, found by their hash. A bucket has `WAYS` cells, of which a place takes
-the one of its remainder, and a later place replaces an earlier one. So a look-up finds up to 16
-places at once, the longest match nearly always among them.
+A text is a flat array. For each place in it, four cells are written: those of the last 1, 2, 4 and
+8 tokens up to there, found by their hash. A bucket has `WAYS` cells, of which a place takes the one
+of its remainder, and a later place replaces an earlier one. So a look-up finds up to 32 places at
+once, the longest match nearly always among them. The newest place is written after it was looked
+up: it would replace the one that is a multiple of `WAYS` tokens before.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-SIZES = (2, 6)
+SIZES = (1, 2, 4, 8)
 """Numbers of last tokens by which places are found."""
 WAYS = 8
 """Cells of a bucket."""
@@ -79,6 +80,15 @@ class Rule(NamedTuple):
     least: float
     num_drafts: int
 
+    @property
+    def best_length(self) -> int:
+        """The length of a match that has most drafts: of a longer one, the depth leaves fewer."""
+
+        def budget(length: int) -> int:
+            return min(int(length * self.factor), self.num_drafts, self.depth - length)
+
+        return max(range(1, self.depth), key=budget)
+
 
 def note_places(text: Text, rows: Rows, most: int) -> None:
     """Write the last `most` places of each row into the cells."""
@@ -128,10 +138,14 @@ def drafts(
 def _best(text: Text, rows: Rows, lasts: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, ...]:
     """Return the scores, drafts and numbers of drafts of each row from one text."""
     matched, ahead = _matches(text, rows, lasts, rule)
-    levels = matched[:, :, None]
-    active = (matched[:, None, :] >= levels) & (matched[:, None, :] > 0) & (levels > 0)
-    budget = (matched * rule.factor).long().clamp(max=rule.num_drafts)
-    budget = torch.minimum(budget, rule.depth - matched)
+    levels, each = matched[:, :, None], matched[:, None, :]
+    active = (each >= levels) & (each > 0) & (levels > 0)
+    # A match of m tokens is one of fewer, too. Down to the next shorter match, the same places
+    # vote, and the length with most drafts is best.
+    shorter = torch.where(each < levels, each, 0).amax(dim=2)
+    length = torch.minimum((shorter + 1).clamp(min=rule.best_length), matched)
+    budget = (length * rule.factor).long().clamp(max=rule.num_drafts)
+    budget = torch.minimum(budget, rule.depth - length)
     shape = matched.shape
     product = torch.ones(shape, device=matched.device)
     score, count = torch.zeros_like(product), torch.zeros_like(matched)

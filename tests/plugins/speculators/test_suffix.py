@@ -26,7 +26,7 @@ class Plain:
     def __init__(self, num_drafts: int, options: SuffixOptions, cells: int, shared: int) -> None:
         self.num_drafts, self.options = num_drafts, options
         self.own_buckets, self.num_shared = cells // 8, shared
-        self.shared_buckets = suffix._power_of_2(2 * shared) // 8
+        self.shared_buckets = suffix._power_of_2(4 * shared) // 8
         self.shared: list[int] = []
         self.owners: list[int] = []
         self.first: list[int] = []
@@ -44,7 +44,7 @@ class Plain:
         self, cells: dict[tuple[int, int], int], text: list[int], begin: int, owner: int, many: int
     ) -> None:
         for place in range(begin, len(text)):
-            for size in (2, 6):
+            for size in (1, 2, 4, 8):
                 last = text[place - size + 1 : place + 1]
                 if place - size + 1 >= begin and min(last, default=-1) >= 0:
                     cells[self.bucket(last, owner, many), place % 8] = place
@@ -52,7 +52,7 @@ class Plain:
     def release(self, output: list[int], owner: int, above: int) -> None:
         """An output of a request that has ended, of so many tokens less than the host knows."""
         begin, output = len(self.shared), output + [-1] * above
-        if self.options.suffix_decoding_max_cached_requests and len(output) > 2:
+        if self.options.suffix_decoding_max_cached_requests and len(output) > 1:
             self.shared += [*output, -1]
             self.owners += [owner] * (len(output) + 1)
             self.first.append(begin)
@@ -60,7 +60,7 @@ class Plain:
 
     def propose(self, tokens: list[int], owner: int) -> list[int]:
         own: dict[tuple[int, int], int] = {}
-        self.noted(own, tokens, 0, 0, self.own_buckets)
+        self.noted(own, tokens[:-1], 0, 0, self.own_buckets)
         best = self.best(tokens, tokens, own, 0, 0, self.own_buckets)
         most = self.options.suffix_decoding_max_cached_requests
         if most:
@@ -76,7 +76,7 @@ class Plain:
     ) -> tuple[Fraction, int, list[int]]:
         depth = self.options.suffix_decoding_max_tree_depth
         matches: dict[int, int] = {}
-        for size in (2, 6):
+        for size in (1, 2, 4, 8):
             last = tokens[-size:]
             for way in range(8 if len(last) == size else 0):
                 place = cells.get((self.bucket(last, owner, many), way))
@@ -94,7 +94,7 @@ class Plain:
                 if matched >= min(size, depth - 1):
                     matches[place] = matched
         best: tuple[Fraction, int, list[int]] = (Fraction(0), 0, [])
-        for level in sorted(set(matches.values())):
+        for level in range(1, 1 + max(matches.values(), default=0)):
             at = [place for place, matched in matches.items() if matched >= level]
             budget = min(int(level * self.options.suffix_decoding_max_spec_factor), self.num_drafts)
             product, score, drafts = Fraction(1), Fraction(0), []
@@ -243,6 +243,20 @@ def test_rows_are_independent_and_tenants_too(kernels: bool) -> None:
 
 
 @pytest.mark.parametrize("kernels", kinds())
+@pytest.mark.parametrize("period", [5, 8, 16, 27])
+def test_a_text_that_repeats_itself_has_most_drafts(kernels: bool, period: int) -> None:
+    """Also where the place before is a multiple of the cells of a bucket away, and where the match
+    is so long that the depth leaves it few: half of the depth is best."""
+    speculator = made(kernels, 24, {})
+    text = [20 + number % period for number in range(LONGEST)]
+    known = LONGEST - 1
+    speculator.start(RequestText(0, known - 1, known - 1, 1))
+    # Of a period of 8, the cells have the latest place alone, which so many tokens follow.
+    expected = [20 + (known + number) % period for number in range(8 if period == 8 else 12)]
+    assert proposed(speculator, {0: text[:known]}) == [expected]
+
+
+@pytest.mark.parametrize("kernels", kinds())
 @pytest.mark.parametrize("cached", [0, 9])
 def test_a_prediction_is_drafted_for_its_request_alone(kernels: bool, cached: int) -> None:
     """From its beginning, and again where the output returns to it; also with an output beside
@@ -323,6 +337,7 @@ def test_bad_options_are_named(options: dict[str, Any], field: str) -> None:
 def test_the_tables_of_both_are_one() -> None:
     """The kernels have the numbers of the torch functions."""
     kernels = pytest.importorskip("jackfield.kernels.step.suffix_drafts")
-    assert (kernels.SHORT.value, kernels.LONG.value) == suffix_tables.SIZES
+    sizes = tuple(1 << level for level in range(kernels.LEVELS.value))
+    assert sizes == suffix_tables.SIZES and kernels.LONGEST.value == sizes[-1]
     for name in ("WAYS", "MASK", "FACTOR", "MIX"):
         assert getattr(kernels, name).value == getattr(suffix_tables, name)
