@@ -300,7 +300,10 @@ def test_the_sdks_tool_runner_goes_through(client: anthropic.Anthropic) -> None:
     assert body["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
-@pytest.mark.parametrize("parallel", [{}, {"disable_parallel_tool_use": True}])
+@pytest.mark.parametrize(
+    "parallel",
+    [pytest.param({}, marks=pytest.mark.slow), {"disable_parallel_tool_use": True}],
+)
 def test_tool_choice_forces_calls_and_forbids_them(
     client: anthropic.Anthropic, parallel: dict[str, Any]
 ) -> None:

@@ -216,7 +216,7 @@ def test_a_chat_by_keyboard_alone(page: Page) -> None:
     assert page.value(FOCUS) == "prompt"
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 390])
 def test_nothing_is_wider_than_the_window(page: Page, width: int) -> None:
     page.shape(width, 844)
     page.value("document.getElementById('example').click()")
@@ -636,7 +636,7 @@ def test_speech_into_the_microphone_is_written_down(
 # ---------------------------------------------------------------- the engine's numbers
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 390])
 def test_steps_and_cache_are_watched_as_in_a_terminal(page: Page, width: int) -> None:
     page.shape(width, 844)
     page.value("document.getElementById('terminal').click()")
@@ -655,7 +655,9 @@ def test_steps_and_cache_are_watched_as_in_a_terminal(page: Page, width: int) ->
     assert page.value("document.getElementById('watch').hidden") is False, "it stays open"
 
 
-@pytest.mark.parametrize("prefix", ["jackfield", "vllm", "both"])
+@pytest.mark.parametrize(
+    "prefix", [pytest.param("jackfield", marks=pytest.mark.slow), "vllm", "both"]
+)
 def test_numbers_of_several_engines_under_either_prefix(page: Page, prefix: str) -> None:
     names = {"both": ["jackfield", "vllm"]}.get(prefix, [prefix])
     metrics = "".join(

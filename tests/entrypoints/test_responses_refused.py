@@ -136,12 +136,14 @@ ODD: list[Any] = [
 ]  # fmt: skip
 
 
-def test_odd_values_in_any_field_are_refused_or_answered(server: Server) -> None:
+@pytest.mark.parametrize("share", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_odd_values_in_any_field_are_refused_or_answered(server: Server, share: int) -> None:
+    """By day each value in every other field."""
     answered = refused = 0
     fields = [*ResponsesRequest.__struct_fields__, "zebra"]
     with httpx.Client(base_url=server.url, timeout=300) as client:
-        for field in fields:
-            for value in ODD:
+        for number, field in enumerate(fields):
+            for value in ODD[number % share :: share]:
                 body = {"model": MODEL, "input": "x", "max_output_tokens": 1, field: value}
                 if field == "max_output_tokens" and value not in (0, -1, 1):
                     body["stop"] = ["e", "a", " "]
@@ -153,5 +155,5 @@ def test_odd_values_in_any_field_are_refused_or_answered(server: Server) -> None
                 assert response.status_code in (200, 400, 404), (body, response.text[:300])
                 answered += response.status_code == 200
                 refused += response.status_code == 400
-    assert answered > 200 and refused > 800
+    assert answered > 200 // share and refused > 800 // share
     assert server.becomes(lambda engine: engine.stats().kv_blocks_used == 0)

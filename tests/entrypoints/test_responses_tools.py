@@ -144,8 +144,10 @@ async def test_a_namespaces_tool_is_called_by_its_own_name(client: Any) -> None:
          '[a-c"\\\\]{3,9}'),
         ({"type": "grammar", "syntax": "lark", "definition": PATCH},
          r"\*\*\* Begin\n([+-][a-c]{1,3}\n)+\*\*\* End\n?"),
-        ({"type": "grammar", "syntax": "lark", "definition": 'start: /[x-z]{2,}\\n?/s "!"i?'},
-         r"[x-z]{2,}\n?!?"),
+        pytest.param(
+            {"type": "grammar", "syntax": "lark", "definition": 'start: /[x-z]{2,}\\n?/s "!"i?'},
+            r"[x-z]{2,}\n?!?", marks=pytest.mark.slow,
+        ),
         ({"type": "text"}, r"(?s:.*)"),
     ],
     ids=["regex", "lark", "flags", "text"],

@@ -243,7 +243,11 @@ RANKS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("way", "options"),
     [(way, {}) for way in WAYS]
-    + [(by_files, RANKS[1]), (by_tensors, RANKS[1]), (by_packed_group, RANKS[2])],
+    + [
+        pytest.param(by_files, RANKS[1], marks=pytest.mark.slow),
+        (by_tensors, RANKS[1]),
+        (by_packed_group, RANKS[2]),
+    ],
 )
 async def test_after_an_update_an_engine_says_what_a_fresh_one_does(
     way: Callable[..., Any],

@@ -149,7 +149,10 @@ def test_ranks_exchange_what_they_have_to_say() -> None:
     ("family", "num_stages", "size", "options"),
     [
         ("qwen3", 2, 1, {"pipeline_layer_partition": "2,1"}),
-        ("qwen3", 3, 1, {}), ("qwen3", 2, 2, {}), ("gemma3", 3, 1, {}), ("gpt-oss", 2, 1, {}),
+        pytest.param("qwen3", 3, 1, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3", 2, 2, {}, marks=pytest.mark.slow),
+        ("gemma3", 3, 1, {}),
+        pytest.param("gpt-oss", 2, 1, {}, marks=pytest.mark.slow),
         ("llama4", 2, 1, {}), ("gemma4", 2, 2, {}),
         ("gemma3n", 3, 1, {"pipeline_layer_partition": "1,1,3"}),
     ],

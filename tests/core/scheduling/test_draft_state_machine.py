@@ -82,7 +82,7 @@ def test_random_steps(machine: type[SchedulerMachine]) -> None:
             super().teardown()
             accepted += self.worker.num_accepted
 
-    run_machine(Counting, 1500)
+    run_machine(Counting, 900)
     assert accepted > 0, "the machine accepts no draft"
 
 

@@ -259,7 +259,7 @@ async def test_replayed_steps_give_the_same(name: str, folders: Folders) -> None
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["gemma3", "llama4"])
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("llama4", marks=pytest.mark.slow)])
 async def test_kernels_give_the_same_with_recorded_prompts(name: str, folders: Folders) -> None:
     pytest.importorskip("triton")
     short = requests()[:3]

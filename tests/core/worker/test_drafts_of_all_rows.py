@@ -67,6 +67,8 @@ CAPABILITIES: dict[str, dict[str, Any]] = {
     "few blocks": {"num_gpu_blocks_override": 44},
     "no chunks": {"enable_chunked_prefill": False, "max_num_batched_tokens": 160},
 }  # fmt: skip
+BY_NIGHT = ("plain", "pipeline parallel", "no chunks")
+"""What others have, too: of stages, those with states; of engines, all that EACH goes through."""
 
 
 SIZES: dict[str, Any] = {
@@ -205,8 +207,13 @@ def test_a_processor_that_counts_calls_has_rows_without_drafts(engines: Engines)
     assert engines.pair.drafted.stats().spec_decode_num_draft_tokens > before
 
 
-@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("backend", "ranks"),
+    [
+        ("llguidance", 1), ("llguidance", 2), ("xgrammar", 2),
+        pytest.param("xgrammar", 1, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 async def test_what_a_grammar_forces_is_a_draft(backend: str, ranks: int, tmp_path: Path) -> None:
     """Though the speculator proposes nothing; for several forced stretches, beside a row without
     a grammar."""
@@ -309,7 +316,10 @@ def check_mixes(engines: Engines, count: int) -> None:
     assert engines.pair.drafted.stats().spec_decode_num_accepted_tokens > before
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    "capability",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in BY_NIGHT)) for name in CAPABILITIES],
+)
 def test_mixes_of_rows_give_the_tokens_of_an_engine_without_drafts(
     capability: str, tmp_path: Path
 ) -> None:

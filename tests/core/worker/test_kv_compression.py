@@ -206,8 +206,10 @@ def pruned_reference(
     [
         ("torch", KeyNorm, OUTPUT, "auto"), ("torch", Window, OUTPUT, "auto"),
         ("torch", SnapKV, OUTPUT, "auto"), ("torch", RKV, OUTPUT, "auto"),
-        ("torch", KeyNorm, OUTPUT, "fp8"), ("torch", SnapKV, OUTPUT, "int8"),
-        ("torch", RKV, OUTPUT, "int8_int4"), ("torch", KeyNorm, OUTPUT, "int4"),
+        pytest.param("torch", KeyNorm, OUTPUT, "fp8", marks=pytest.mark.slow),
+        pytest.param("torch", SnapKV, OUTPUT, "int8", marks=pytest.mark.slow),
+        ("torch", RKV, OUTPUT, "int8_int4"),
+        pytest.param("torch", KeyNorm, OUTPUT, "int4", marks=pytest.mark.slow),
         pytest.param("triton", SnapKV, 3, "auto", marks=interpreted),
         pytest.param("triton", ExpectedAttention, 3, "auto", marks=interpreted),
         pytest.param("triton", KeyNorm, 3, "int8", marks=interpreted),

@@ -167,7 +167,7 @@ async def test_the_room_of_a_cache_is_that_of_its_parts(
     assert nbytes == num_blocks * block and num_blocks == room // block
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 async def test_prefixes_preemption_and_other_rows_change_no_token(folder: Path, name: str) -> None:
     """With room for two of five sequences, whose prompts share their beginnings."""
     prompts = [[*PROMPT[: 20 + 5 * n], 50 + n] for n in range(5)]
@@ -233,7 +233,9 @@ async def test_a_recording_replays(folder: Path, tmp_path: Path) -> None:
     assert (await replay(recording, settings, load_plugins())).num_steps > 3
 
 
-@pytest.mark.parametrize("stored", ["fp8", pytest.param("int8", marks=pytest.mark.slow), "int4"])
+@pytest.mark.parametrize(
+    "stored", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8", "int8")), "int4"]
+)
 async def test_all_policies_compact_it(folder: Path, stored: str) -> None:
     """Also those that merge values; a request that is not compacted says what it says alone."""
     alone = (await output(folder, kv_cache_dtype=stored)).outputs[0].token_ids

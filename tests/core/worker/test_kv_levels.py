@@ -214,10 +214,13 @@ def twin_tokens(
 @pytest.mark.parametrize(
     ("backend", "text", "levels", "policy", "count", "prompt_interval"),
     [
-        ("torch", "8@16", [(8, 1.0, 16)], None, 36, 0),
+        pytest.param("torch", "8@16", [(8, 1.0, 16)], None, 36, 0, marks=pytest.mark.slow),
         ("torch", "16:1.0@0, 8@16, 4@48", [(8, 1.0, 16), (4, 1.0, 48)], None, 36, 32),
         ("torch", "4:0.5@24", [(4, 0.5, 24)], "key_norm", 36, 0),
-        ("torch", "8:.75@16,4:0.5@40", [(8, 0.75, 16), (4, 0.5, 40)], "key_norm", 36, 0),
+        pytest.param(
+            "torch", "8:.75@16,4:0.5@40", [(8, 0.75, 16), (4, 0.5, 40)], "key_norm", 36, 0,
+            marks=pytest.mark.slow,
+        ),
         ("torch", "8:0.5@16,4:0.25@16", [(8, 0.5, 16), (4, 0.25, 16)], "key_norm", 36, 32),
         pytest.param(
             "triton", "8:.75@16,4:0.5@40", [(8, 0.75, 16), (4, 0.5, 40)], "key_norm", 4, 32,

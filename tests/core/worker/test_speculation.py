@@ -130,7 +130,12 @@ FEW = (11, 40, 63)
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"), [("qwen3", "snap_kv"), ("gemma3", "snap_kv"), ("gemma3", "key_norm")]
+    ("name", "policy"),
+    [
+        pytest.param("qwen3", "snap_kv", marks=pytest.mark.slow),
+        ("gemma3", "snap_kv"),
+        ("gemma3", "key_norm"),
+    ],
 )
 async def test_compacted_caches_give_the_same_tokens(name: str, policy: str, folders: Any) -> None:
     """Compacted again and again, where they are without drafts; rejected drafts leave no query
@@ -304,7 +309,7 @@ async def test_no_speculator_changes_the_tokens(
     ("operations", "method"),
     [
         ("torch", "ngram"),
-        ("torch", "draft_model"),
+        pytest.param("torch", "draft_model", marks=pytest.mark.slow),
         ("torch", "rejection"),
         pytest.param("triton", "ngram", marks=pytest.mark.slow),
     ],

@@ -82,7 +82,7 @@ def by_hand(values: list[float], percent: float) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[round(percent) - 1]
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_percentiles_are_those_of_the_requests(url: str, tmp_path: Path, processes: str) -> None:
     (line,) = bench(
         url, tmp_path, "--num-prompts", "12", "--max-concurrency", "4", "--random-input-len", "20",

@@ -24,8 +24,15 @@ def bench(folder: Path, *more: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
-def test_what_is_kept_decides_what_is_lost(tmp_path: Path) -> None:
-    whole, all_kept, some = bench(tmp_path, "--policies", "window", "--ratios", "1", "0.25")
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The whole cache's numbers, and those of a window that keeps all, and some."""
+    folder = tmp_path_factory.mktemp("windows")
+    return bench(folder, "--policies", "window", "--ratios", "1", "0.25")
+
+
+def test_what_is_kept_decides_what_is_lost(windows: list[dict[str, Any]]) -> None:
+    whole, all_kept, some = windows
     assert (whole["policy"], all_kept["ratio"], some["ratio"]) == ("none", 1.0, 0.25)
     assert all_kept["perplexity"] == whole["perplexity"] and all_kept["recall"] == whole["recall"]
     assert set(all_kept["cosines"]) == {1.0} and all_kept["dropped"] == 0
@@ -49,8 +56,8 @@ def test_levels_stand_beside_compressors_with_their_bytes(tmp_path: Path) -> Non
     assert rounded["recall"] >= cut["recall"]
 
 
-def test_perplexity_is_that_of_the_next_tokens(tmp_path: Path) -> None:
-    (whole,) = bench(tmp_path, "--policies", "window", "--ratios", "1")[:1]
+def test_perplexity_is_that_of_the_next_tokens(windows: list[dict[str, Any]]) -> None:
+    whole = windows[0]
     with LLM(device="cpu", dtype="float32", enable_prefix_caching=False) as llm:
         tokens = llm.get_tokenizer().encode(library_text(), add_special_tokens=False)
         prompt = list(tokens)[: 96 + 24]

@@ -161,8 +161,14 @@ REPEATED = {"kv_compression_interval": 5, "kv_compression_prompt_interval": 20}
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "llama4"])
-@pytest.mark.parametrize("backend", ["torch", "whole"])
-@pytest.mark.parametrize("policy", ["key_norm", "snap_kv"])
+@pytest.mark.parametrize(
+    ("backend", "policy"),
+    [
+        ("torch", "snap_kv"), ("whole", "key_norm"),
+        pytest.param("torch", "key_norm", marks=pytest.mark.slow),
+        pytest.param("whole", "snap_kv", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 async def test_layers_that_see_all_are_compacted_beside_windows(
     name: str, backend: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,11 +200,21 @@ async def test_windows_go_on_after_many_compactions(
 LATENTS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "LongcatFlashForCausalLM")
 
 
-@pytest.mark.parametrize("case", LATENTS)
+ROWS = [("key_diff", {}), ("snap_kv", {}), ("expected_attention", REPEATED), ("window", REPEATED)]
+
+
 @pytest.mark.parametrize(
-    ("policy", "more"),
-    [("key_diff", {}), ("snap_kv", {}), ("expected_attention", REPEATED), ("window", REPEATED)],
-)
+    ("case", "policy", "more"),
+    [
+        # By day all policies of one family, and one policy of all.
+        pytest.param(
+            case, *row,
+            marks=[pytest.mark.slow] * (case != "DeepseekV3ForCausalLM" and row[0] != "window"),
+        )
+        for case in LATENTS
+        for row in ROWS
+    ],
+)  # fmt: skip
 async def test_rows_of_latents_are_kept(
     case: str, policy: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,8 +229,13 @@ HYBRIDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", HYBRIDS)
-@pytest.mark.parametrize(("policy", "more"), [("key_norm", {}), ("snap_kv", REPEATED)])
+@pytest.mark.parametrize(
+    ("case", "policy", "more"),
+    [
+        *((case, "snap_kv", REPEATED) for case in HYBRIDS),
+        *(pytest.param(case, "key_norm", {}, marks=pytest.mark.slow) for case in HYBRIDS),
+    ],
+)
 async def test_attention_layers_are_compacted_beside_states(
     case: str, policy: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,7 +246,7 @@ async def test_attention_layers_are_compacted_beside_states(
 
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma3n"])
-@pytest.mark.parametrize("more", [{}, REPEATED])
+@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.slow), REPEATED])
 async def test_layers_of_different_sizes_are_compacted_in_one_table(
     name: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

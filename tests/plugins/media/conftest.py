@@ -1,0 +1,28 @@
+"""Which families of models are preempted, and meet pictures again, by day."""
+
+from __future__ import annotations
+
+import pytest
+
+BY_DAY = (
+    "Gemma3ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+)
+"""Windows, chunks, recordings, positions of three axes with rows for inner layers, and states: what
+the engine tells apart. What a family itself computes is compared for each, every day."""
+OF_THE_ENGINE = (
+    "test_preempted_prompts_are_encoded_and_placed_again",
+    "test_the_prefix_cache_knows_pictures_by_content",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Mark the others as slow."""
+    for item in items:
+        name, _, family = item.name.partition("[")
+        if name in OF_THE_ENGINE and family.rstrip("]") not in BY_DAY:
+            item.add_marker(pytest.mark.slow)
