@@ -49,6 +49,7 @@ from markdown_table import table  # noqa: E402
 from models_page import models  # noqa: E402
 from options_page import options  # noqa: E402
 from parsers_page import parsers  # noqa: E402
+from routes_page import routes  # noqa: E402
 
 NOTE = "<!-- Written by docs/generate.py from the code. Change the code, then run it. -->\n\n"
 FOLDERS = {
@@ -416,6 +417,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/models.md": lambda: models(table),
     "reference/parsers.md": parsers,
     "reference/public-api.md": public_api,
+    "reference/routes.md": routes,
     "reference/vllm-options.md": options,
 }
 

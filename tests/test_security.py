@@ -29,7 +29,7 @@ import torch
 import jackfield
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.cache.prefix_index import BlockHasher
-from jackfield.core.errors import ConfigError, InvalidRequest, JackfieldError
+from jackfield.core.errors import InvalidRequest, JackfieldError
 from jackfield.core.loading.model_config import EMBEDDED_MODEL
 from jackfield.core.request import Request
 from jackfield.core.text.chat_template import ChatTemplate
@@ -119,8 +119,10 @@ def test_nothing_is_evaluated_and_no_shell_is_started() -> None:
     assert not shells
 
 
-async def test_code_of_a_checkpoint_is_never_imported(tmp_path: Path) -> None:
-    """`auto_map` in every file that may have one, and code that would leave a mark."""
+@pytest.mark.parametrize("trust", [False, True])
+async def test_code_of_a_checkpoint_is_never_imported(tmp_path: Path, trust: bool) -> None:
+    """`auto_map` in every file that may have one, and code that would leave a mark; also for who
+    trusts it."""
     folder = make_checkpoint("llama", tmp_path / "model")
     mark = tmp_path / "mark"
     code = f"open({str(mark)!r}, 'w').close()\nclass Evil: pass\n"
@@ -135,18 +137,15 @@ async def test_code_of_a_checkpoint_is_never_imported(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((EMBEDDED_MODEL / name).read_bytes())
     edit_json(folder / "tokenizer_config.json", auto_map=auto_map, tokenizer_class="Evil")
-    config = EngineConfig(model=str(folder), device="cpu", max_model_len=64)
+    config = EngineConfig(
+        model=str(folder), device="cpu", max_model_len=64, trust_remote_code=trust
+    )
     try:
         async with AsyncEngine(config):
             pass
     except JackfieldError:
         pass  # A refusal is fine; running the code is not.
     assert not mark.exists()
-
-
-def test_remote_code_cannot_be_switched_on() -> None:
-    with pytest.raises(ConfigError, match="trust_remote_code"):
-        EngineConfig(trust_remote_code=True)
 
 
 def test_archives_of_pickles_are_not_checkpoints(tmp_path: Path) -> None:

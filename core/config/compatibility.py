@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 
 def check_compatible(config: EngineConfig) -> None:
     """Raises ConfigError, with the name of one, if options do not go together."""
-    if config.trust_remote_code:
-        raise ConfigError(
-            "trust_remote_code: Jackfield never runs code from a checkpoint; write a model "
-            "plugin instead (docs/how-to)",
-            param="trust_remote_code",
-        )
     _check_parallel(config)
     check_exclusions(active_capabilities(config))
     _check_cache_size(config)

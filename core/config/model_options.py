@@ -33,7 +33,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     trust_remote_code: Annotated[
         bool,
         doc(
-            "Kept for compatibility. Jackfield never imports a checkpoint's code; True is refused."
+            "Taken without effect, for vLLM's users: a checkpoint's code is never imported. A "
+            "model that needs its own comes as a plugin."
         ),
     ] = False
     skip_tokenizer_init: Annotated[

@@ -119,7 +119,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         try:
             if others := {name: given[name] for name in given.keys() - own}:
                 fields["options"] = {**fields.get("options", {}), **others}
-            config = msgspec.convert(fields, cls)
+            config = msgspec.convert(fields, cls, strict=False)  # vLLM takes "65536".
         except (msgspec.ValidationError, TypeError) as error:
             raise ConfigError(f"{FIELD}: {error} (got {given!r})", param=FIELD) from None
         if not config.method and not config.model:

@@ -1,4 +1,4 @@
-"""Logs the engine's activity every ten seconds, and that of its drafts every minute."""
+"""Logs the engine's activity at intervals, and that of its drafts at every sixth."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..outputs import EngineStats
 
 logger = logging.getLogger("jackfield.stats")
 LOG_SECONDS = 10.0
+"""Interval of vLLM's."""
 DRAFT_LINE = 6
 """Intervals after which there is a line about drafts."""
 
@@ -76,8 +77,10 @@ class DraftLog:
 
 
 @contextlib.asynccontextmanager
-async def logging_stats(read: Callable[[], EngineStats]) -> AsyncIterator[None]:
-    """Log a line every LOG_SECONDS of activity.
+async def logging_stats(
+    read: Callable[[], EngineStats], seconds: float = LOG_SECONDS
+) -> AsyncIterator[None]:
+    """Log a line every `seconds` of activity.
 
     read: returns a snapshot, over all engines.
     """
@@ -89,7 +92,7 @@ async def logging_stats(read: Callable[[], EngineStats]) -> AsyncIterator[None]:
         stats, now = read(), time.monotonic()
         stats_log, draft_log = StatsLog(stats, now), DraftLog(stats, now)
         for number in itertools.count(1):
-            await asyncio.sleep(LOG_SECONDS)
+            await asyncio.sleep(seconds)
             stats, now = read(), time.monotonic()
             lines = [stats_log.line(stats, now)]
             if number % DRAFT_LINE == 0:

@@ -6,27 +6,27 @@ from aiohttp import web
 
 from ...core.errors import JackfieldError
 from ..http.context import ENGINE, reply
+from ..http.routing import add_routes, route
 from ..http.streaming import stream_outputs
 from ..openai.common.openapi import documented
 from ..openai.common.request_body import decode_body
-from .errors import ROOT, errors, repeat_request_id
+from .errors import ANTHROPIC, repeat_request_id
 from .protocol import CountTokensRequest, MessagesRequest, in_own_terms
 from .request import PROTOCOL, MessageCompletion, new_message_job
-from .response_schemas import MessageError, MessageEvent, MessageResponse, TokensResponse
+from .response_schemas import MessageEvent, MessageResponse, TokensResponse
 
 
 def add_messages(app: web.Application) -> None:
-    app.add_routes([web.post(ROOT, messages), web.post(f"{ROOT}/count_tokens", count_tokens)])
-    app.middlewares.insert(0, errors)
+    add_routes(app, messages, count_tokens)
     app.on_response_prepare.append(repeat_request_id)
 
 
+@route("POST /v1/messages", dialect=ANTHROPIC, inference=True)
 @documented(
     "messages",
     request=MessagesRequest,
     response=MessageResponse,
     event=MessageEvent,
-    error=MessageError,
     ends_with_done=False,
 )
 async def messages(request: web.Request) -> web.StreamResponse:
@@ -44,7 +44,8 @@ async def messages(request: web.Request) -> web.StreamResponse:
         raise in_own_terms(error) from None
 
 
-@documented("messages", request=CountTokensRequest, response=TokensResponse, error=MessageError)
+@route("POST /v1/messages/count_tokens", dialect=ANTHROPIC)
+@documented("messages", request=CountTokensRequest, response=TokensResponse)
 async def count_tokens(request: web.Request) -> web.Response:
     """POST /v1/messages/count_tokens: count the tokens of such a message's prompt."""
     try:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from ..http.options import BatchOptions
+from ..http.routing import add_routes
 from . import routes
 from .manager import BatchWork
 from .openapi import describe
@@ -15,27 +16,17 @@ from .store import Store
 
 
 def add_batch_routes(
-    app: web.Application, options: BatchOptions, *, work_here: bool = True
+    app: web.Application, options: BatchOptions | None, *, work_here: bool = True
 ) -> None:
-    """Add the routes, startup and cleanup.
+    """Add the routes, startup and cleanup. options: None without batches.
 
     work_here: False if another process has the store, to which requests are forwarded.
     """
     describe()
+    add_routes(app, *routes.ROUTES, needs={"--batch-dir": options is not None})
+    if options is None:
+        return
     app[SETTINGS] = options
-    app.add_routes(
-        [
-            web.post("/v1/files", routes.upload),
-            web.get("/v1/files", routes.list_files, allow_head=False),
-            web.get("/v1/files/{file_id}", routes.get_file, allow_head=False),
-            web.delete("/v1/files/{file_id}", routes.delete_file),
-            web.get("/v1/files/{file_id}/content", routes.file_content, allow_head=False),
-            web.post("/v1/batches", routes.create_batch),
-            web.get("/v1/batches", routes.list_batches, allow_head=False),
-            web.get("/v1/batches/{batch_id}", routes.get_batch, allow_head=False),
-            web.post("/v1/batches/{batch_id}/cancel", routes.cancel_batch),
-        ]
-    )
     if not work_here:
         return
     app[STORE] = Store(options.folder, options.max_store_bytes)

@@ -16,11 +16,11 @@ from multidict import CIMultiDict
 from ...core.errors import BodyTooLarge, InvalidRequest, JackfieldError, RequestFailed
 from ...core.tenancy import ANYONE, Tenant
 from ..http.context import OPTIONS, encoder, error_body
-from ..openai.chat.routes import chat_response
+from ..openai.chat.routes import chat_completions, chat_response
 from ..openai.common.protocol import ChatRequest, CompletionRequest
 from ..openai.common.request_body import Call, decode_call
-from ..openai.completions.routes import completion_response
-from ..openai.pooling.embeddings import embeddings_response
+from ..openai.completions.routes import completion_response, completions
+from ..openai.pooling.embeddings import embeddings, embeddings_response
 from ..openai.pooling.protocol import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -28,28 +28,28 @@ from ..openai.pooling.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from ..openai.pooling.routes import classify_response, pooling_response
-from ..openai.pooling.scoring import rerank_response, score_response
+from ..openai.pooling.routes import classify, classify_response, pooling, pooling_response
+from ..openai.pooling.scoring import rerank, rerank_response, score, score_response
 from ..openai.responses.protocol import ResponsesRequest
-from ..openai.responses.routes import responses_response
+from ..openai.responses.routes import create, responses_response
 
 logger = logging.getLogger("jackfield.server")
-Route = tuple[type[Any], Callable[[Call, Any], Awaitable[Any]]]
+Line = tuple[type[Any], Callable[[Call, Any], Awaitable[Any]]]
 """Body type, and the function that creates the response."""
-ROUTES: dict[str, Route] = {
-    "/v1/chat/completions": (ChatRequest, chat_response),
-    "/v1/completions": (CompletionRequest, completion_response),
-    "/v1/responses": (ResponsesRequest, responses_response),
-    "/v1/embeddings": (EmbeddingRequest, embeddings_response),
-    "/pooling": (PoolingRequest, pooling_response),
-    "/classify": (ClassifyRequest, classify_response),
-    "/score": (ScoreRequest, score_response),
-    "/v1/score": (ScoreRequest, score_response),
-    "/rerank": (RerankRequest, rerank_response),
-    "/v1/rerank": (RerankRequest, rerank_response),
-    "/v2/rerank": (RerankRequest, rerank_response),
+FUNCTIONS: tuple[tuple[Any, Line], ...] = (
+    (chat_completions, (ChatRequest, chat_response)),
+    (completions, (CompletionRequest, completion_response)),
+    (create, (ResponsesRequest, responses_response)),
+    (embeddings, (EmbeddingRequest, embeddings_response)),
+    (pooling, (PoolingRequest, pooling_response)),
+    (classify, (ClassifyRequest, classify_response)),
+    (score, (ScoreRequest, score_response)),
+    (rerank, (RerankRequest, rerank_response)),
+)
+LINES: dict[str, Line] = {
+    path: line for handler, line in FUNCTIONS for _, path in handler.route.places
 }
-"""Routes for lines of a batch."""
+"""Paths for lines of a batch."""
 
 
 class RouteResponse(NamedTuple):
@@ -60,11 +60,11 @@ class RouteResponse(NamedTuple):
 async def call_route(
     app: web.Application, route: str, body: bytes, tenant: Tenant = ANYONE
 ) -> RouteResponse:
-    """Return the response of one of ROUTES to a JSON body, for a tenant.
+    """Return the response of one of LINES to a JSON body, for a tenant.
 
     Errors become the same responses as over HTTP.
     """
-    kind, function = ROUTES[route]
+    kind, function = LINES[route]
     call = Call(app, route, tenant, CIMultiDict())
     try:
         if len(body) > (limit := app[OPTIONS].max_body_bytes):

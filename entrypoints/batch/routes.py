@@ -16,8 +16,9 @@ from ..http.auth.tenants import tenant_of
 from ..http.context import reply
 from ..http.forms import FormReader
 from ..http.options import BatchOptions
+from ..http.routing import route
 from ..openai.common.request_body import decode_body
-from .inprocess import ROUTES
+from .inprocess import LINES
 from .manager import BatchWork
 from .schemas import (
     Batch,
@@ -41,6 +42,7 @@ MAX_FIELD = 1024
 # ---------------------------------------------------------------- files
 
 
+@route("POST /v1/files", stateful=True, allow_head=False)
 async def upload(request: web.Request) -> web.Response:
     """POST /v1/files: store a file: multipart/form-data with `file` and `purpose`."""
     if request.content_type != "multipart/form-data":
@@ -141,6 +143,7 @@ def _file_object(file_id: str, fields: dict[str, str], name: str | None, size: i
     )
 
 
+@route("GET /v1/files", stateful=True, allow_head=False)
 async def list_files(request: web.Request) -> web.Response:
     """GET /v1/files: the files that are stored."""
     store = request.app[STORE]
@@ -159,6 +162,7 @@ async def list_files(request: web.Request) -> web.Response:
     return reply(page(files, limit))
 
 
+@route("GET /v1/files/{file_id}", stateful=True, allow_head=False)
 async def get_file(request: web.Request) -> web.Response:
     """GET /v1/files/{file_id}: what is known of a file."""
     store = request.app[STORE]
@@ -166,6 +170,7 @@ async def get_file(request: web.Request) -> web.Response:
     return reply(await store.call(store.file, request.match_info["file_id"], owner))
 
 
+@route("DELETE /v1/files/{file_id}", stateful=True, allow_head=False)
 async def delete_file(request: web.Request) -> web.Response:
     """DELETE /v1/files/{file_id}: delete a file that no batch reads."""
     store = request.app[STORE]
@@ -174,6 +179,7 @@ async def delete_file(request: web.Request) -> web.Response:
     return reply({"id": file_id, "object": "file", "deleted": True})
 
 
+@route("GET /v1/files/{file_id}/content", stateful=True, allow_head=False)
 async def file_content(request: web.Request) -> web.StreamResponse:
     """GET /v1/files/{file_id}/content: what a file holds."""
     store = request.app[STORE]
@@ -188,11 +194,12 @@ async def file_content(request: web.Request) -> web.StreamResponse:
 # ---------------------------------------------------------------- batches
 
 
+@route("POST /v1/batches", stateful=True, allow_head=False)
 async def create_batch(request: web.Request) -> web.Response:
     """POST /v1/batches: answer the requests in a file."""
     body = await decode_body(request, CreateBatch)
     work = _work(request)
-    body.check(tuple(ROUTES))
+    body.check(tuple(LINES))
     now = int(time.time())
     batch = Batch(
         id=f"batch_{uuid.uuid4().hex}",
@@ -207,6 +214,7 @@ async def create_batch(request: web.Request) -> web.Response:
     return reply(await work.create(batch, tenant_of(request)))
 
 
+@route("GET /v1/batches", stateful=True, allow_head=False)
 async def list_batches(request: web.Request) -> web.Response:
     """GET /v1/batches: the batches, newest first."""
     limit = _limit(request, 20, 100)
@@ -215,12 +223,14 @@ async def list_batches(request: web.Request) -> web.Response:
     return reply(page(batches, limit))
 
 
+@route("GET /v1/batches/{batch_id}", stateful=True, allow_head=False)
 async def get_batch(request: web.Request) -> web.Response:
     """GET /v1/batches/{batch_id}: how far a batch is."""
     batch_id, owner = request.match_info["batch_id"], tenant_of(request).owner
     return reply(await _work(request).get(batch_id, owner))
 
 
+@route("POST /v1/batches/{batch_id}/cancel", stateful=True, allow_head=False, ends_work=True)
 async def cancel_batch(request: web.Request) -> web.Response:
     """POST /v1/batches/{batch_id}/cancel: end a batch; its results so far stay."""
     batch_id, owner = request.match_info["batch_id"], tenant_of(request).owner
@@ -236,3 +246,16 @@ def _limit(request: web.Request, default: int, most: int) -> int:
     if not re.fullmatch("[0-9]{1,6}", text) or not 1 <= int(text) <= most:
         raise InvalidRequest(f"limit: must be from 1 to {most}, got {text!r}", param="limit")
     return int(text)
+
+
+ROUTES = (
+    upload,
+    list_files,
+    get_file,
+    delete_file,
+    file_content,
+    create_batch,
+    list_batches,
+    get_batch,
+    cancel_batch,
+)

@@ -100,7 +100,7 @@ async def _run(args: argparse.Namespace, config: EngineConfig, plugins: Plugins)
 
     from ...core.engine.async_engine import AsyncEngine
     from ...core.worker.serving_process import prepare_to_serve
-    from ..batch.inprocess import ROUTES
+    from ..batch.inprocess import LINES
     from ..batch.jsonl import LineReader, Result
     from ..batch.results import ResultsFile
     from ..batch.runner import BatchRunner
@@ -122,7 +122,7 @@ async def _run(args: argparse.Namespace, config: EngineConfig, plugins: Plugins)
             await server.setup()
             limit = args.max_concurrency or 2 * engine.config.max_num_seqs
             runner = BatchRunner(app, asyncio.Semaphore(limit))
-            reader = LineReader(source, tuple(ROUTES), args.max_body_bytes)
+            reader = LineReader(source, tuple(LINES), args.max_body_bytes)
             bar = stack.enter_context(
                 tqdm(
                     total=len(ids), initial=before, unit="req", desc="Running batch",

@@ -25,6 +25,19 @@ def _algorithm(values: list[str]) -> Sequence[str]:
     return [f"--speculative-config.method={method}"]
 
 
+def _drafted(values: list[str]) -> Sequence[str]:
+    """SGLang counts the tokens that are verified, one of which is no draft."""
+    if not (values[0].isdecimal() and int(values[0]) > 1):
+        raise Refused(f"must be a number from 2, got {values[0]!r}")
+    return [f"--speculative-config.num_speculative_tokens={int(values[0]) - 1}"]
+
+
+def _chain(values: list[str]) -> Sequence[str]:
+    if values[0] == "1":
+        raise Unneeded(_CHAINS)
+    raise Refused(_CHAINS)
+
+
 def _whole_prompts(values: list[str]) -> Sequence[str]:
     if values[0] == "-1":
         return ["--no-enable-chunked-prefill"]
@@ -49,6 +62,7 @@ def _host_cache(values: list[str]) -> Sequence[str]:
     ]
 
 
+_CHAINS = "drafts are chains: one token follows another, not several"
 _GRAPHS = "a graph is recorded for a number of rows when it is needed"
 _NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--constrained-json-whitespace-pattern": (
@@ -63,6 +77,7 @@ _NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--enable-metrics": (0, "GET /metrics is always served"),
     "--enable-mixed-chunk": (0, "prompts and outputs always share steps"),
     "--enable-p2p-check": (0, "collectives are chosen by --collectives"),
+    "--enable-multimodal": (0, "a checkpoint's encoders are loaded; see --language-model-only"),
     "--enable-torch-compile": (0, "no graph is compiled"),
     "--hicache-ratio": (1, "the cache in host memory has a size in GiB: --hicache-size"),
     "--load-balance-method": (1, "engines get requests by their load and by what they cache"),
@@ -78,10 +93,7 @@ _MISSING: dict[str, str] = {
     "--disaggregation-mode": "prompts are computed where outputs are; see --kv-transfer-config",
     "--dist-init-addr": "several hosts are those of a Ray cluster (--executor ray)",
     "--enable-dp-attention": "see --data-parallel-size and --enable-expert-parallel",
-    "--enable-multimodal": "models that see or hear are not supported yet",
     "--max-total-tokens": "see --num-gpu-blocks-override",
-    "--speculative-eagle-topk": "drafts are chains: one token follows another, not several",
-    "--speculative-num-steps": "see --speculative-config.num_speculative_tokens",
 }
 _EQUIVALENT: dict[str, Option] = {
     "--enable-memory-saver": fixed("--enable-sleep-mode"),
@@ -132,8 +144,11 @@ _EQUIVALENT: dict[str, Option] = {
     "--speculative-algorithm": Option(
         "equivalent", "--speculative-config.method", 1, _algorithm),
     "--speculative-draft-model-path": part_of("--speculative-config", "model"),
-    "--speculative-num-draft-tokens": part_of(
-        "--speculative-config", "num_speculative_tokens"),
+    "--speculative-eagle-topk": Option("equivalent", "nothing, for 1", 1, _chain),
+    "--speculative-num-draft-tokens": Option(
+        "equivalent", "--speculative-config.num_speculative_tokens, which leaves out the token "
+        "before the drafts", 1, _drafted),
+    "--speculative-num-steps": part_of("--speculative-config", "num_speculative_tokens"),
     "--tp": renamed("--tensor-parallel-size"),
     "--tp-size": renamed("--tensor-parallel-size"),
     "--watchdog-timeout": renamed("--rank-timeout"),

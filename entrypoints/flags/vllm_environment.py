@@ -103,14 +103,19 @@ VARIABLES: dict[str, Variable] = {
     "VLLM_HOST_IP": _none("ranks of one host meet on its loopback address; see --executor ray"),
     "VLLM_PORT": _none("ports between processes are any free ones; the server's is --port"),
     "VLLM_WORKER_MULTIPROC_METHOD": _none("ranks are started as processes of their own"),
+    "VLLM_ENGINE_READY_TIMEOUT_S": _none("front ends wait for the engine as long as it starts"),
+    "VLLM_RPC_TIMEOUT": _none("front ends wait for the engine as long as it lives"),
+    "VLLM_FLOAT32_MATMUL_PRECISION": _none("products of float32 are computed as such"),
     "VLLM_USE_V1": _none("there is one engine"),
     "VLLM_USE_V2_MODEL_RUNNER": _none("there is one engine"),
     "VLLM_ENABLE_V1_MULTIPROCESSING": _none("engine and worker share a process; see "
                                             "--api-server-count"),
-    "VLLM_LOG_STATS_INTERVAL": _none("a line of statistics comes every 10 seconds; see "
-                                     "--disable-log-stats"),
+    "VLLM_LOG_STATS_INTERVAL": _flag("--log-stats-interval"),
     "VLLM_CONFIGURE_LOGGING": _none("the log goes to standard error; see --log-level"),
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": _none("see --hf-overrides.max_position_embeddings"),
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": _none(
+        "a length that the scaling of the rope gives is taken; for a longer one see "
+        "--hf-overrides.max_position_embeddings"
+    ),
 }  # fmt: skip
 GROUPS: dict[str, str] = {
     "VLLM_ROCM_": "no such device is supported",
@@ -129,12 +134,12 @@ GROUPS: dict[str, str] = {
     "VLLM_MOONCAKE_": "there is no such connector; see --kv-transfer-config",
     "VLLM_NIXL_": "there is no such connector; see --kv-transfer-config",
     "VLLM_P2P_": "there is no such connector; see --kv-transfer-config",
-    "VLLM_EC_": "prompts are texts",
-    "VLLM_MEDIA_": "prompts are texts",
-    "VLLM_VIDEO_": "prompts are texts",
+    "VLLM_EC_": "prompts are encoded where they are computed",
+    "VLLM_MEDIA_": "media are fetched and decoded within the bounds of docs/reference/limits.md",
+    "VLLM_VIDEO_": "videos are decoded in processes of their own; see --media-io-kwargs",
     "VLLM_AUDIO_": "recordings come with the request",
     "VLLM_MAX_AUDIO_": "recordings are decoded piece by piece",
-    "VLLM_IMAGE_": "prompts are texts",
+    "VLLM_IMAGE_": "pictures are fetched within the bounds of docs/reference/limits.md",
     "VLLM_RAY_": "see --executor ray",
     "VLLM_DP_": "engines find each other by themselves; see --data-parallel-size",
     "VLLM_ELASTIC_EP_": "ranks are fixed at the start",

@@ -19,6 +19,9 @@ _HEADERS = "headers are bounded already; docs/reference/limits.md has the number
 _KERNELS = "the kernels that are here are chosen by shape and device; see --operations"
 _MODEL_OWN = "it is for a model that has no such form here"
 _NO_SUPERVISOR = "no process supervises servers of one port each"
+_MEDIA_ROWS = "what an encoder gave is kept for requests that share the picture"
+_PIXELS = "pixels travel with the plan that encodes them"
+_PROCESSED = "pictures are processed on the CPU, as the checkpoint's processor says"
 _READS = "files are mapped, and read in the order in which they lie on disk"
 _STATES = "states and windows are kept at the blocks that prefix caching needs"
 _TUNED = "kernels are tuned by `jackfield bench tune`, not at a start"
@@ -60,7 +63,7 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--data-parallel-supervisor-port": (1, _NO_SUPERVISOR),
     "--disable-async-output-proc": (0, _STEPS),
     "--disable-cascade-attn": (0, "each request's attention is computed by itself"),
-    "--disable-chunked-mm-input": (0, "prompts are texts"),
+    "--disable-chunked-mm-input": (0, _MEDIA_ROWS),
     "--disable-hybrid-kv-cache-manager": (0, "layers with windows need no cache of their own"),
     "--disable-nccl-for-dp-synchronization": (0, "engines take no steps for each other's sake"),
     "--dp-supervisor-probe-failure-threshold": (1, _NO_SUPERVISOR),
@@ -97,9 +100,17 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--max-parallel-loading-workers": (1, "each rank reads its own part, file by file"),
     "--moe-backend": (1, _KERNELS),
     "--monokernel": (0, _KERNELS),
-    "--mm-processor-cache-gb": (1, "prompts are texts"),
-    "--mm-processor-cache-type": (1, "prompts are texts"),
-    "--mm-shm-cache-max-object-size-mb": (1, "prompts are texts"),
+    "--mm-device-do-normalize": (0, _PROCESSED),
+    "--mm-encoder-attn-backend": (1, _KERNELS),
+    "--mm-encoder-attn-dtype": (1, "encoders compute in the type of --dtype"),
+    "--mm-encoder-tp-mode": (1, "each rank has the whole encoder"),
+    "--mm-hasher-algorithm": (1, "media are always found by a hash that cannot be forged"),
+    "--mm-ipc-gpu-memory-gb": (1, _PIXELS),
+    "--mm-processor-cache-gb": (1, _MEDIA_ROWS),
+    "--mm-processor-cache-type": (1, _MEDIA_ROWS),
+    "--mm-processor-device": (1, _PROCESSED),
+    "--mm-shm-cache-max-object-size-mb": (1, _MEDIA_ROWS),
+    "--mm-tensor-ipc": (1, _PIXELS),
     "--num-lookahead-slots": (1, "drafts get blocks when they come"),
     "--num-scheduler-steps": (1, _STEPS),
     "--multi-step-stream-outputs": (0, _STEPS),
@@ -117,9 +128,10 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--scheduler-delay-factor": (1, "a request starts in the next step that has room for it"),
     "--scheduler-reserve-full-isl": (0, "a prompt starts when its blocks fit"),
     "--show-hidden-metrics-for-version": (1, "no metric is hidden; see --metrics-prefix"),
-    "--skip-mm-profiling": (0, "prompts are texts"),
+    "--skip-mm-profiling": (0, "no step is taken to measure encoders"),
     "--sparse-indexer-topk-backend": (1, _KERNELS),
     "--swa-bounded-replay": (0, _STATES),
+    "--trust-request-mm-kwargs": (0, "requests may send mm_processor_kwargs"),
     "--tokenizer-pool-size": (1, "texts are tokenized on threads of their own"),
     "--enable-mamba-shared-prefix-checkpoint": (0, _STATES),
     "--use-replayssm": (0, _STATES),
@@ -139,6 +151,7 @@ _ONE_HOST = (
 )
 _AUXILIARY = "responses hold texts, token ids and log-probabilities; a part of a plugin adds more"
 _FIXED_RANKS = "ranks are fixed at the start; a rank that fails ends its engine"
+_KWARGS = "see --default-chat-template-kwargs, and chat_template_kwargs of a request"
 _NUMA = "start the server with numactl"
 MISSING: dict[str, str] = {
     **dict.fromkeys(
@@ -160,7 +173,7 @@ MISSING: dict[str, str] = {
     "--reasoning-parser-plugin": "install it as a package: jackfield plugins new reasoning-parser",
     "--scheduler-cls": "see --scheduling-policy, which takes a plugin's",
     "--tool-parser-plugin": "install it as a package: jackfield plugins new tool-parser",
-    "--anthropic-disabled-thinking-effort": "send chat_template_kwargs in the requests",
+    "--anthropic-disabled-thinking-effort": _KWARGS,
     "--aux-output-config": _AUXILIARY,
     "--custom-histogram-buckets": "buckets are fixed; docs/reference/metrics.md has them",
     **dict.fromkeys(
@@ -179,7 +192,6 @@ MISSING: dict[str, str] = {
         ("--dbo-decode-token-threshold", "--dbo-prefill-token-threshold", "--enable-dbo",
          "--ubatch-size"), "a step is one batch; two steps are always in flight",
     ),
-    "--default-mm-loras": _PICTURES,
     "--diffusion-config": "models that denoise texts are not supported yet",
     "-dc": "models that denoise texts are not supported yet",
     "--ec-manager-config": _PICTURES,
@@ -220,12 +232,8 @@ MISSING: dict[str, str] = {
     "--max-num-queued-tokens": "see --limit-waiting and --max-waiting-requests",
     "--max-num-scheduled-tokens": "see --max-num-batched-tokens",
     **dict.fromkeys(
-        ("--mm-device-do-normalize", "--mm-encoder-attn-backend",
-         "--mm-encoder-attn-dtype", "--mm-encoder-fp8-scale-path",
-         "--mm-encoder-fp8-scale-save-margin", "--mm-encoder-fp8-scale-save-path",
-         "--mm-encoder-only", "--mm-encoder-tp-mode", "--mm-hasher-algorithm",
-         "--mm-ipc-gpu-memory-gb", "--mm-processor-device", "--mm-tensor-ipc",
-         "--enable-tower-connector-lora", "--trust-request-mm-kwargs", "--video-pruning-method",
+        ("--mm-encoder-fp8-scale-path", "--mm-encoder-fp8-scale-save-margin",
+         "--mm-encoder-fp8-scale-save-path", "--mm-encoder-only", "--video-pruning-method",
          "--video-pruning-rate"), _PICTURES,
     ),
     "--model-class-overrides": "a plugin registers a model for an architecture: register_models",
@@ -241,8 +249,7 @@ MISSING: dict[str, str] = {
     "--per-request-spec-decode-metrics": "GET /metrics has what drafts came to, in all",
     "--prefill-schedule-interval": "see --ttft-target-ms and --long-prefill-token-threshold",
     "--quantization-config": "see --quantization, and the checkpoint's own quantization_config",
-    "--reasoning-config": "see --reasoning-parser",
-    "--reasoning-effort-map": "send chat_template_kwargs in the requests",
+    "--reasoning-effort-map": _KWARGS,
     "--return-sampling-mask": _AUXILIARY,
     **dict.fromkeys(
         ("--sleep-mode-backend", "--sleep-mode-offload-cudagraph",
@@ -299,6 +306,7 @@ EQUIVALENT: dict[str, Option] = {
     "--eplb-window-size": part_of("--eplb-config", "window-size"),
     "--num-redundant-experts": part_of("--eplb-config", "num-redundant-experts"),
     "--override-pooler-config": renamed("--pooler-config"),
+    "--reasoning-config": values.REASONING,
     "--rope-scaling": part_of("--hf-overrides", "rope_scaling"),
     "--rope-theta": part_of("--hf-overrides", "rope_theta"),
     "--disable-uvicorn-access-log": fixed("--access-log=off"),
@@ -315,6 +323,7 @@ EQUIVALENT: dict[str, Option] = {
     ),
     "--kv-offloading-size": values.KV_OFFLOADING,
     "--kv-transfer-config": values.KV_TRANSFER,
+    "--limit-mm-per-prompt": values.MEDIA_LIMITS,
     "--load-format": values.LOAD_FORMAT,
     "--log-level": values.LOG_LEVEL,
     "--uvicorn-log-level": values.LOG_LEVEL,
@@ -328,6 +337,12 @@ EQUIVALENT: dict[str, Option] = {
     "--spec-tokens": part_of("--speculative-config", "num_speculative_tokens"),
     "--task": synonyms("--task", {"embedding": "embed"}),
     "--tokenizer-mode": values.TOKENIZER_MODE,
+    "--trust-remote-code": Option(
+        "no effect",
+        "a checkpoint's code is never run; a model that is not built in is refused by name, and "
+        "comes as a plugin",
+        0,
+    ),
 }
 """vLLM's flag, or one of ours with values of vLLM's → what it becomes."""
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .foreign_options import Option, Refused, Unneeded
+from .foreign_options import Option, Refused, Unneeded, json_words
 
 Words = Callable[[list[str]], Sequence[str]]
 
@@ -229,6 +229,29 @@ def _logging(values: list[str]) -> Sequence[str]:
     raise Unneeded("the log goes to standard error, from --log-level on")
 
 
+def _media_limits(values: list[str]) -> Sequence[str]:
+    """Read the form of earlier versions, `image=4,video=1`."""
+    pairs = [pair.partition("=") for pair in values[0].split(",")]
+    if not all(name.isalpha() and equals and count.isdecimal() for name, equals, count in pairs):
+        return [f"--limit-mm-per-prompt={values[0]}"]
+    return json_words("--limit-mm-per-prompt", {name: int(count) for name, _, count in pairs})
+
+
+MEDIA_LIMITS = Option(
+    "equivalent", "--limit-mm-per-prompt, with image=4,video=1 for a JSON object", 1, _media_limits
+)
+
+
+def _reasoning(values: list[str]) -> Sequence[str]:
+    """The marks of the reasoning, which vLLM reads beside its parser, are the parser's here."""
+    if parser := _object(values[0]).get("reasoning_parser"):
+        return [f"--reasoning-parser={parser}"]
+    raise Unneeded("the marks of the reasoning are those of --reasoning-parser")
+
+
+REASONING = Option(
+    "equivalent", "--reasoning-parser, whose marks are the parser's own", 1, _reasoning
+)
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 LOG_LEVEL = synonyms(
     "--log-level", {**{level: level for level in _LEVELS}, "notset": "debug", "trace": "debug"}

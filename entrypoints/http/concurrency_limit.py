@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from ...core.errors import EngineOverloaded
 from ...core.outputs import EngineStats
-from .context import ENGINE, OPEN
-from .inflight import is_inference_request
+from .context import ENGINE
+from .routing import Handler, traits_of
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MIN_WAITING = 128
 """Fewest requests that may wait by default."""
 WAITING_SHARE = 2
@@ -24,15 +21,14 @@ FULL_CACHE = 0.9
 def limit_concurrency(count: int) -> Middleware:
     """Return a middleware that refuses requests beyond `count`.
 
-    Streams count until they end; open routes do not count.
+    Streams count until they end; keyless routes do not count.
     """
     running = 0
 
     @web.middleware
     async def limited(request: web.Request, handler: Handler) -> web.StreamResponse:
         nonlocal running
-        resource = request.match_info.route.resource
-        if resource is not None and resource.canonical in request.app[OPEN]:
+        if traits_of(request).keyless:
             return await handler(request)
         if running >= count:
             raise EngineOverloaded(f"{count} requests are being answered; try again later")
@@ -67,7 +63,7 @@ def limit_waiting(count: int | None, num_batched: int = 0) -> Middleware:
     @web.middleware
     async def limited(request: web.Request, handler: Handler) -> web.StreamResponse:
         nonlocal in_flight
-        if not is_inference_request(request):
+        if not traits_of(request).inference:
             return await handler(request)
         engine = request.app[ENGINE]
         stats = engine.stats()

@@ -26,10 +26,6 @@ LARGE_BODY = 1 << 20
 
 ENGINE: web.AppKey[AsyncEngine] = web.AppKey("engine", AsyncEngine)
 OPTIONS: web.AppKey[ServerOptions] = web.AppKey("options", ServerOptions)
-OPEN: web.AppKey[frozenset[str]] = web.AppKey("open", frozenset)
-"""Routes served without a key."""
-OPEN_HANDLERS: web.AppKey[set[Any]] = web.AppKey("open_handlers", set)
-"""Handlers that need no key, unlike others of the same path."""
 DOCUMENT: web.AppKey[dict[str, Any]] = web.AppKey("document", dict)
 """The OpenAPI document, once requested."""
 

@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 from aiohttp import web
 
 from ...core.engine.async_engine import AsyncEngine
 from .context import reply
-
-INFERENCE_ROUTES = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/api/chat",
-        "/api/generate",
-        "/api/embed",
-        "/api/embeddings",
-        "/v1/audio/transcriptions",
-        "/v1/audio/translations",
-        "/v1/embeddings",
-        "/pooling",
-        "/classify",
-        "/score",
-        "/v1/score",
-        "/rerank",
-        "/v1/rerank",
-        "/v2/rerank",
-        "/v2/embed",
-        "/invocations",
-    }
-)
+from .routing import Handler, route, traits_of
 
 
 class InFlightCounts:
-    """Counts this process's requests to INFERENCE_ROUTES."""
+    """Counts this process's inference requests."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.running = 0
@@ -53,19 +27,10 @@ class InFlightCounts:
 IN_FLIGHT: web.AppKey[InFlightCounts] = web.AppKey("in_flight", InFlightCounts)
 
 
-def is_inference_request(request: web.Request) -> bool:
-    resource = request.match_info.route.resource
-    return (
-        request.method == "POST" and resource is not None and resource.canonical in INFERENCE_ROUTES
-    )
-
-
 @web.middleware
-async def count_in_flight(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def count_in_flight(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Count a request until its response or stream ends."""
-    if not is_inference_request(request):
+    if not traits_of(request).inference:
         return await handler(request)
     counts = request.app[IN_FLIGHT]
     counts.running += 1
@@ -76,6 +41,7 @@ async def count_in_flight(
         counts.running -= 1
 
 
+@route("GET /load")
 async def server_load(request: web.Request) -> web.Response:
     """GET /load, in vLLM's form."""
     return reply({"server_load": await request.app[IN_FLIGHT].server_total()})

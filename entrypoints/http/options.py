@@ -292,12 +292,17 @@ class ServerOptions:
     log_stats: Annotated[
         bool,
         Meta(
-            description="log no line every 10 seconds, while requests run, about throughput, "
-            "requests and the KV cache"
+            description="log no lines about throughput, requests and the KV cache while requests "
+            "run"
         ),
         Flag("--disable-log-stats", turns_off=True),
     ] = True
     """Not with a log level of error or critical."""
+    log_stats_interval: Annotated[
+        float,
+        Meta(gt=0, le=86400, description="seconds between these lines"),
+        Flag(metavar="SECONDS"),
+    ] = 10.0
     sse_keep_alive_interval: Annotated[
         float,
         Meta(

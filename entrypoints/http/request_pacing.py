@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from .inflight import is_inference_request
+from .routing import Handler, traits_of
 
 PER_TURN = 4
 """Requests started per turn: about two milliseconds."""
@@ -52,9 +51,7 @@ PACER: web.AppKey[RequestPacer] = web.AppKey("request_pacer", RequestPacer)
 
 
 @web.middleware
-async def pace_requests(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    if is_inference_request(request):
+async def pace_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
+    if traits_of(request).inference:
         await request.app[PACER].enter()
     return await handler(request)

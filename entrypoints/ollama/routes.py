@@ -9,15 +9,16 @@ from aiohttp import web
 
 from ...core.errors import InvalidRequest, JackfieldError
 from ..http.auth.tenants import tenant_of
-from ..http.context import ENGINE, OPEN_HANDLERS, new_id, reply
+from ..http.context import ENGINE, new_id, reply
 from ..http.model_names import model_name, usable
+from ..http.routing import add_routes, note_absent, route
 from ..http.streaming import stream_outputs
 from ..openai.common.openapi import documented, internal
 from ..openai.common.request_body import decode_body
 from ..openai.common.response_schemas import VersionResponse
 from ..openai.pooling.routes import check_task, encoded, encoded_numbers, usage_of
 from . import models
-from .errors import errors
+from .errors import OLLAMA
 from .protocol import (
     CHAT_FIELDS,
     EMBED_FIELDS,
@@ -37,7 +38,6 @@ from .response_schemas import (
     EmbedResponse,
     GenerateResponse,
     OllamaChatResponse,
-    OllamaError,
     ProcessesResponse,
     PullResponse,
     ShowResponse,
@@ -51,32 +51,22 @@ FACTS: web.AppKey[models.Facts] = web.AppKey("facts", models.Facts)
 
 def add_ollama(app: web.Application, *, root: bool) -> None:
     """root: also serve `/`, where clients look whether a server runs."""
-    app.add_routes(
-        [
-            web.post("/api/chat", chat),
-            web.post("/api/generate", generate),
-            web.post("/api/embed", embed),
-            web.post("/api/embeddings", embeddings),
-            web.get("/api/tags", tags),
-            web.get("/api/ps", processes),
-            web.post("/api/show", show),
-            web.post("/api/pull", pull),
-            web.get("/api/version", version),
-        ]
-    )
+    add_routes(
+        app, chat, generate, embed, embeddings, tags, processes, show, pull, version,
+    )  # fmt: skip
     if root:
-        app.add_routes([web.get("/", running)])
-        app[OPEN_HANDLERS].add(running)
+        add_routes(app, running)
+    for path in ("/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs"):
+        note_absent(app, path, "this server has one model; jackfield pull fetches others", OLLAMA)
     app[FACTS] = models.Facts(app[ENGINE])
-    app.middlewares.insert(0, errors)
 
 
+@route("POST /api/chat", dialect=OLLAMA, inference=True)
 @documented(
     "ollama",
     request=OllamaChatRequest,
     response=OllamaChatResponse,
     event=OllamaChatResponse,
-    error=OllamaError,
     in_lines=True,
 )
 async def chat(request: web.Request) -> web.StreamResponse:
@@ -90,12 +80,12 @@ async def chat(request: web.Request) -> web.StreamResponse:
         raise in_own_terms(error, CHAT_FIELDS) from None
 
 
+@route("POST /api/generate", dialect=OLLAMA, inference=True)
 @documented(
     "ollama",
     request=GenerateRequest,
     response=GenerateResponse,
     event=GenerateResponse,
-    error=OllamaError,
     in_lines=True,
 )
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -132,7 +122,8 @@ async def _respond(
     return reply(await response.full_response())
 
 
-@documented("ollama", request=EmbedRequest, response=EmbedResponse, error=OllamaError)
+@route("POST /api/embed", dialect=OLLAMA, inference=True)
+@documented("ollama", request=EmbedRequest, response=EmbedResponse)
 async def embed(request: web.Request) -> web.Response:
     """POST /api/embed: a vector for each text, in Ollama's protocol."""
     start = time.monotonic_ns()
@@ -152,7 +143,8 @@ async def embed(request: web.Request) -> web.Response:
     )
 
 
-@documented("ollama", request=EmbeddingsRequest, response=EmbeddingsResponse, error=OllamaError)
+@route("POST /api/embeddings", dialect=OLLAMA, inference=True)
+@documented("ollama", request=EmbeddingsRequest, response=EmbeddingsResponse)
 async def embeddings(request: web.Request) -> web.Response:
     """POST /api/embeddings: a vector for one text, in Ollama's older form."""
     try:
@@ -178,7 +170,8 @@ async def _vectors(
     return await encoded_numbers(outputs, "float"), usage_of(outputs)["prompt_tokens"]
 
 
-@documented("ollama", response=TagsResponse, error=OllamaError)
+@route("GET /api/tags", dialect=OLLAMA)
+@documented("ollama", response=TagsResponse)
 async def tags(request: web.Request) -> web.Response:
     """GET /api/tags: the served model names, and the adapters that may be used."""
     engine, facts = request.app[ENGINE], await _facts(request)
@@ -200,7 +193,8 @@ async def tags(request: web.Request) -> web.Response:
     return reply({"models": listed})
 
 
-@documented("ollama", response=ProcessesResponse, error=OllamaError)
+@route("GET /api/ps", dialect=OLLAMA)
+@documented("ollama", response=ProcessesResponse)
 async def processes(request: web.Request) -> web.Response:
     """GET /api/ps: the served model, which stays loaded."""
     engine, facts = request.app[ENGINE], await _facts(request)
@@ -222,7 +216,8 @@ async def processes(request: web.Request) -> web.Response:
     return reply({"models": loaded})
 
 
-@documented("ollama", request=ShowRequest, response=ShowResponse, error=OllamaError)
+@route("POST /api/show", dialect=OLLAMA)
+@documented("ollama", request=ShowRequest, response=ShowResponse)
 async def show(request: web.Request) -> web.Response:
     """POST /api/show: what is known of a model."""
     engine = request.app[ENGINE]
@@ -244,12 +239,12 @@ async def show(request: web.Request) -> web.Response:
     )
 
 
+@route("POST /api/pull", dialect=OLLAMA)
 @documented(
     "ollama",
     request=ShowRequest,
     response=PullResponse,
     event=PullResponse,
-    error=OllamaError,
     in_lines=True,
 )
 async def pull(request: web.Request) -> web.Response:
@@ -261,12 +256,14 @@ async def pull(request: web.Request) -> web.Response:
     return reply({"status": "success"})
 
 
-@documented("ollama", response=VersionResponse, error=OllamaError)
+@route("GET /api/version", dialect=OLLAMA)
+@documented("ollama", response=VersionResponse)
 async def version(_: web.Request) -> web.Response:
     """GET /api/version: the version of Ollama whose protocol this is."""
     return reply({"version": PROTOCOL_VERSION})
 
 
+@route("GET /", keyless=True)
 @internal
 async def running(_: web.Request) -> web.Response:
     """GET /: whether the server runs"""

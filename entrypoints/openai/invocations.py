@@ -12,6 +12,7 @@ from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import InvalidRequest
 from ..http.body import check_json
 from ..http.context import ENGINE
+from ..http.routing import route
 from .chat.routes import chat_completions
 from .common.openapi import documented
 from .completions.routes import completions
@@ -46,6 +47,7 @@ Fields: type[msgspec.Struct] = msgspec.defstruct(
 """The same, with the values unread."""
 
 
+@route("POST /invocations", inference=True)
 @documented("server", request=InvocationRequest, response=dict[str, Any], event=dict[str, Any])
 async def invocations(request: web.Request) -> web.StreamResponse:
     """POST /invocations: chat, completions, embeddings, classes, scores or ranks, by the fields."""

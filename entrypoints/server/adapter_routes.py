@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +23,7 @@ from ...core.tenancy import Tenant
 from ..http.auth.tenants import tenant_of
 from ..http.context import ENGINE, reply
 from ..http.model_names import usable
+from ..http.routing import add_routes, route
 from ..openai.common.openapi import documented
 from ..openai.common.request_body import decode_body
 
@@ -69,16 +70,14 @@ class NoAdapter(NotFound):
     error_type = "NotFoundError"
 
 
-def add_adapter_routes(app: web.Application) -> None:
-    for path, handler in (
-        ("/v1/load_lora_adapter", load_adapter),
-        ("/v1/unload_lora_adapter", unload_adapter),
-        ("/load_lora_adapter", load_adapter_as_sglang),
-        ("/unload_lora_adapter", unload_adapter_as_sglang),
-    ):
-        app.router.add_post(path, handler)
+def add_adapter_routes(app: web.Application, needs: Mapping[str, bool]) -> None:
+    add_routes(
+        app, load_adapter, unload_adapter, load_adapter_as_sglang, unload_adapter_as_sglang,
+        needs=needs,
+    )  # fmt: skip
 
 
+@route("POST /v1/load_lora_adapter")
 @documented("admin", request=LoadRequest, response=str, content_type="text/plain", errors=(403,))
 async def load_adapter(request: web.Request) -> web.Response:
     """Load an adapter."""
@@ -86,6 +85,7 @@ async def load_adapter(request: web.Request) -> web.Response:
     return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
 
+@route("POST /v1/unload_lora_adapter")
 @documented("admin", request=UnloadRequest, response=str, content_type="text/plain", errors=(403,))
 async def unload_adapter(request: web.Request) -> web.Response:
     """Unload an adapter; requests that have it go on."""
@@ -93,12 +93,14 @@ async def unload_adapter(request: web.Request) -> web.Response:
     return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
 
+@route("POST /load_lora_adapter")
 @documented("admin", request=LoadRequest, response=AdapterReply, errors=(403,))
 async def load_adapter_as_sglang(request: web.Request) -> web.Response:
     """Load an adapter, with SGLang's answer."""
     return await _as_sglang(request, _load)
 
 
+@route("POST /unload_lora_adapter")
 @documented("admin", request=UnloadRequest, response=AdapterReply, errors=(403,))
 async def unload_adapter_as_sglang(request: web.Request) -> web.Response:
     """Unload an adapter, with SGLang's answer."""

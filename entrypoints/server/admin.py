@@ -11,10 +11,11 @@ from ... import __version__
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import InvalidRequest
 from ..flags.secrets import without_secrets
-from ..http.context import ENGINE, reply
+from ..http.auth.tenants import check_manages_engine
+from ..http.context import ENGINE, OPTIONS, reply
+from ..http.routing import add_routes, route
 from .adapter_routes import add_adapter_routes
 from .live.routes import add_live_routes
-from .live.surface import engine_of
 
 
 class CacheInUse(InvalidRequest):
@@ -24,22 +25,23 @@ class CacheInUse(InvalidRequest):
 
 
 def add_admin_routes(app: web.Application) -> None:
-    app.router.add_post("/reset_prefix_cache", reset_prefix_cache)
-    app.router.add_post("/compact_kv_cache", compact_kv_cache)
-    app.router.add_post("/start_profile", start_profile)
-    app.router.add_post("/stop_profile", stop_profile)
-    app.router.add_get("/server_info", server_info, allow_head=False)
-    add_live_routes(app)
-    if app[ENGINE].config.enable_lora:
-        add_adapter_routes(app)
+    needs = {"--enable-admin": app[OPTIONS].enable_admin}
+    add_routes(
+        app, reset_prefix_cache, compact_kv_cache, start_profile, stop_profile, server_info,
+        needs=needs,
+    )  # fmt: skip
+    add_live_routes(app, needs)
+    add_adapter_routes(app, needs | {"--enable-lora": app[ENGINE].config.enable_lora})
 
 
+@route("POST /reset_prefix_cache")
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """POST /reset_prefix_cache: clear the prefix cache. 409 while requests run, unless
     `?reset_running_requests=true` lets them be computed again."""
     again = request.query.get("reset_running_requests", "").lower() in ("true", "1")
-    engine = engine_of(request) if again else request.app[ENGINE]
-    if not await engine.reset_prefix_cache(again):
+    if again:
+        check_manages_engine(request)
+    if not await request.app[ENGINE].reset_prefix_cache(again):
         raise CacheInUse("the prefix cache is in use by running requests; nothing was forgotten")
     return reply({"success": True})
 
@@ -51,6 +53,7 @@ reset_prefix_cache.openapi = {  # type: ignore[attr-defined]
 }
 
 
+@route("POST /compact_kv_cache")
 async def compact_kv_cache(request: web.Request) -> web.Response:
     """POST /compact_kv_cache: compact running requests' caches with their next steps, where blocks
     come back. 400 without kv_compression.
@@ -79,6 +82,7 @@ compact_kv_cache.openapi = {  # type: ignore[attr-defined]
 }
 
 
+@route("POST /start_profile")
 async def start_profile(request: web.Request) -> web.Response:
     """POST /start_profile: trace the step loop, the worker and the device."""
     await request.app[ENGINE].start_profile()
@@ -92,6 +96,7 @@ start_profile.openapi = {  # type: ignore[attr-defined]
 }
 
 
+@route("POST /stop_profile")
 async def stop_profile(request: web.Request) -> web.Response:
     """POST /stop_profile: end a profile, and write its trace."""
     return reply({"traces": await request.app[ENGINE].stop_profile()})
@@ -110,6 +115,7 @@ stop_profile.openapi = {  # type: ignore[attr-defined]
 }
 
 
+@route("GET /server_info", allow_head=False)
 async def server_info(request: web.Request) -> web.Response:
     """GET /server_info: the engine's resolved options, without secrets, and its device."""
     engine = request.app[ENGINE]

@@ -19,17 +19,17 @@ from ..http.connections import SERVER_NAME, BodyTooSlow
 from ..http.context import (
     DOCUMENT,
     ENGINE,
-    OPEN,
-    OPEN_HANDLERS,
     OPTIONS,
     error_reply,
 )
 from ..http.cross_origin import cors
 from ..http.cross_origin import cross_site as sites
+from ..http.dialect_errors import in_dialect
 from ..http.inflight import IN_FLIGHT, InFlightCounts, count_in_flight, server_load
 from ..http.log_format import LoggedText
 from ..http.options import ServerOptions
 from ..http.request_pacing import PACER, RequestPacer, pace_requests
+from ..http.routing import ROUTES, Routes, add_routes
 from ..ollama.routes import add_ollama
 from ..openai.audio.realtime import add_realtime
 from ..openai.audio.routes import add_audio
@@ -63,10 +63,6 @@ from .route_hints import hint
 logger = logging.getLogger("jackfield.server")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-OPEN_ROUTES = frozenset({"/health", "/ping", "/metrics"}) | docs_page.OPEN_ROUTES
-"""Routes without a key, besides the playground's files. Compared with the matched route, never the
-sent path."""
-
 
 def make_app(
     engine: AsyncEngine, options: ServerOptions | None = None, host: str | None = None
@@ -77,9 +73,10 @@ def make_app(
     """
     options = options or ServerOptions()
     app = web.Application(
-        middlewares=[_errors, authentication, count_in_flight, pace_requests],
+        middlewares=[in_dialect, _errors, authentication, count_in_flight, pace_requests],
         client_max_size=options.max_body_bytes,
     )
+    app[ROUTES] = Routes()
     app[ENGINE] = engine
     app[OPTIONS] = options
     app[TENANCY] = Tenancy(options, engine.plugins)
@@ -90,49 +87,25 @@ def make_app(
     app[PACER] = RequestPacer()
     usage = app[USAGE] = Usage(options.num_fronts, options.front, options.usage_at)
     app.on_cleanup.append(_closing(usage))
-    app[OPEN] = OPEN_ROUTES
-    app[OPEN_HANDLERS] = set()
     app[DOCUMENT] = {}
-    app.add_routes(
-        [
-            web.get("/v1/models", models),
-            web.get("/v1/models/{name:.+}", model),
-            web.post("/v1/completions", completions),
-            web.post("/v1/chat/completions", chat_completions),
-            web.post("/v1/embeddings", embeddings),
-            web.post("/pooling", pooling),
-            web.post("/classify", classify),
-            web.post("/score", score),
-            web.post("/v1/score", score),
-            web.post("/rerank", rerank),
-            web.post("/v1/rerank", rerank),
-            web.post("/v2/rerank", rerank),
-            web.post("/v2/embed", cohere_embed),
-            web.post("/invocations", invocations),
-            web.post("/tokenize", tokenize),
-            web.post("/detokenize", detokenize),
-            web.get("/load", server_load),
-            web.get("/version", version),
-            web.get("/metrics", metrics),
-        ]
+    add_routes(
+        app, models, model, completions, chat_completions, embeddings, pooling, classify, score,
+        rerank, cohere_embed, invocations, tokenize, detokenize, server_load, version, metrics,
+    )  # fmt: skip
+    add_routes(
+        app, tokenizer_info, needs={"--enable-tokenizer-info-endpoint": options.tokenizer_info}
     )
-    if options.tokenizer_info:
-        app.router.add_get("/tokenizer_info", tokenizer_info)
     add_health(app)
     add_audio(app)
     add_realtime(app)
     add_responses(app)
-    if options.enable_plugins_route:
-        add_plugin_list(app)
-    if options.enable_admin:
-        add_admin_routes(app)
-    if options.batches is not None:
-        add_batch_routes(app, options.batches, work_here=options.kept_at is None)
+    add_plugin_list(app)
+    add_admin_routes(app)
+    add_batch_routes(app, options.batches, work_here=options.kept_at is None)
     if options.playground:
         add_page(app, PLAYGROUND)
     if options.docs:
-        app.router.add_get("/openapi.json", docs_page.openapi_json)
-        app.router.add_get("/docs", docs_page.docs)
+        add_routes(app, docs_page.openapi_json, docs_page.docs)
         add_page(app, TRY)
     _check_sites(app, host)
     app.on_response_prepare.append(_tell_server)

@@ -13,11 +13,10 @@ from typing import Any
 from aiohttp import web
 
 from ..http.auth.tenants import TENANCY
-from ..http.context import DOCUMENT, OPEN, OPTIONS, encoder
+from ..http.context import DOCUMENT, OPTIONS, encoder
+from ..http.routing import route
 from ..openai.common.openapi import document, internal
 
-OPEN_ROUTES = frozenset({"/docs", "/openapi.json"})
-"""Need no key: browsers have none, and nothing is secret."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
     "X-Content-Type-Options": "nosniff",
@@ -39,16 +38,18 @@ section:target { background: var(--soft) }
 """
 
 
+@route("GET /openapi.json", keyless=True)
 @internal
 async def openapi_json(request: web.Request) -> web.Response:
-    """GET /openapi.json"""
+    """GET /openapi.json: the OpenAPI document of every route."""
     body = encoder.encode(_document(request))
     return web.Response(body=body, content_type="application/json")
 
 
+@route("GET /docs", keyless=True)
 @internal
 async def docs(request: web.Request) -> web.Response:
-    """GET /docs"""
+    """GET /docs: the OpenAPI document as a page."""
     return web.Response(text=page(_document(request)), content_type="text/html", headers=HEADERS)
 
 
@@ -61,7 +62,6 @@ def _document(request: web.Request) -> dict[str, Any]:
             request.app,
             root_path=options.root_path,
             keys=request.app[TENANCY].required,
-            open_routes=request.app[OPEN],
         )
         cached.update(openapi)
     return cached

@@ -11,6 +11,7 @@ from aiohttp import web
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import EngineStopped
 from ..http.context import ENGINE, reply
+from ..http.routing import add_routes, route
 from ..openai.common.openapi import documented
 
 ANSWER_SECONDS = 0.5
@@ -65,15 +66,16 @@ HEALTH: web.AppKey[Health] = web.AppKey("health", Health)
 def add_health(app: web.Application) -> None:
     checks = app[HEALTH] = Health(app[ENGINE])
     app.on_cleanup.append(checks.close)
-    app.add_routes(
-        [web.get("/health", health), web.get("/ping", health), web.post("/ping", health)]
-    )
+    add_routes(app, health)
 
 
+@route("GET /health", "GET /ping", "POST /ping", keyless=True)
 @documented("server", errors=(503,))
 async def health(request: web.Request) -> web.Response:
-    """GET /health: 200 while the step loop and the worker respond. Of several engines, one is
-    enough, and the body names those that do not serve. While the worker is silent, the body says
-    for how long; after 30 s the status is 503."""
+    """GET /health: 200 while the step loop and the worker respond.
+
+    Of several engines, one is enough, and the body names those that do not serve. While the worker
+    is silent, the body says for how long; after 30 s the status is 503.
+    """
     report = await request.app[HEALTH].report()
     return reply(report) if report else web.Response()

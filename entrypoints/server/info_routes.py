@@ -14,6 +14,7 @@ from ...core.tenancy import Tenant
 from ..http.auth.tenants import tenant_of
 from ..http.context import ENGINE, OPTIONS, in_text_threads, reply, tokenizer_of
 from ..http.model_names import find_adapter, usable
+from ..http.routing import route
 from ..openai.common.openapi import documented
 from ..openai.common.protocol import DetokenizeRequest, TokenizeRequest
 from ..openai.common.request_body import decode_body
@@ -30,6 +31,7 @@ VLLM_METRIC = re.compile(rb"(# (?:HELP|TYPE) )?vllm:")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+@route("GET /v1/models")
 @documented("models", response=ModelList)
 async def models(request: web.Request) -> web.Response:
     """GET /v1/models: the served model names, and the adapters that may be used."""
@@ -41,6 +43,7 @@ async def models(request: web.Request) -> web.Response:
     return reply({"object": "list", "data": cards + adapters})
 
 
+@route("GET /v1/models/{name:.+}")
 @documented("models", response=ModelCard, errors=(404,))
 async def model(request: web.Request) -> web.Response:
     """GET /v1/models/{name}: one of the served model names, or an adapter."""
@@ -76,6 +79,7 @@ def _adapter_card(request: web.Request, card: AdapterCard, tenant: Tenant) -> di
     }
 
 
+@route("POST /tokenize")
 @documented("tokens", request=TokenizeRequest, response=TokenizeResponse)
 async def tokenize(request: web.Request) -> web.Response:
     """POST /tokenize: convert a prompt, or messages, to token ids."""
@@ -106,6 +110,7 @@ async def tokenize(request: web.Request) -> web.Response:
     return await in_text_threads(engine, len(tokens), respond)
 
 
+@route("POST /detokenize")
 @documented("tokens", request=DetokenizeRequest, response=DetokenizeResponse)
 async def detokenize(request: web.Request) -> web.Response:
     """POST /detokenize: convert token ids to text."""
@@ -125,6 +130,7 @@ async def detokenize(request: web.Request) -> web.Response:
     return await in_text_threads(engine, len(body.tokens), respond)
 
 
+@route("GET /tokenizer_info")
 @documented("tokens", response=dict[str, Any])
 async def tokenizer_info(request: web.Request) -> web.Response:
     """GET /tokenizer_info: the tokenizer's tokens and chat templates, as in its configuration."""
@@ -154,12 +160,14 @@ async def tokenizer_info(request: web.Request) -> web.Response:
     )
 
 
+@route("GET /version")
 @documented("server", response=VersionResponse)
 async def version(request: web.Request) -> web.Response:
     """GET /version: Jackfield's version."""
     return reply({"version": __version__})
 
 
+@route("GET /metrics", keyless=True)
 @documented("server", response=str, content_type="text/plain")
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics: metrics for Prometheus."""

@@ -15,7 +15,8 @@ from aiohttp import web
 
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import RequestFailed
-from ..http.context import ENGINE, reply
+from ..http.context import ENGINE, OPTIONS, reply
+from ..http.routing import add_routes, route
 from ..inventory import Row, inventory
 from ..openai.common.openapi import documented
 from ..openai.common.response_schemas import PluginList
@@ -66,9 +67,10 @@ ROWS: web.AppKey[PluginRows] = web.AppKey("plugin_rows", PluginRows)
 
 def add_plugin_list(app: web.Application) -> None:
     app[ROWS] = PluginRows(app[ENGINE])
-    app.router.add_get("/v1/plugins", plugins)
+    add_routes(app, plugins, needs={"--enable-plugins-route": app[OPTIONS].enable_plugins_route})
 
 
+@route("GET /v1/plugins")
 @documented("server", response=PluginList)
 async def plugins(request: web.Request) -> web.Response:
     """GET /v1/plugins: what is plugged in, if the server was started with that option."""

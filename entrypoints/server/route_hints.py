@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from ..http.context import OPTIONS
-
-BATCH_ROUTES = ("/v1/files", "/v1/batches")
-MODEL_ROUTES = ("/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs")
-"""Routes of Ollama's that change the models on disk."""
+from ..http.routing import ROUTES
 
 
 def hint(request: web.Request) -> str:
@@ -17,10 +13,8 @@ def hint(request: web.Request) -> str:
     Mostly a base URL lacks `/v1`, repeats it, or is the whole route.
     """
     path = request.path.rstrip("/")
-    if path.startswith(BATCH_ROUTES) and request.app[OPTIONS].batches is None:
-        return " (the server was started without --batch-dir)"
-    if path.startswith(MODEL_ROUTES):
-        return " (this server has one model; jackfield pull fetches others)"
+    if (reason := request.app[ROUTES].reason(path)) is not None:
+        return f" ({reason})"
     routes = [
         resource.canonical
         for resource in request.app.router.resources()

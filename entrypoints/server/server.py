@@ -124,7 +124,10 @@ async def serve(
     engine = AsyncEngine(config, plugins=plugins)
     await unless_stopped(engine.start(), signals)
     try:
-        async with listening(engine, listen, options) as where, logging_stats(engine.stats):
+        async with (
+            listening(engine, listen, options) as where,
+            logging_stats(engine.stats, options.log_stats_interval),
+        ):
             prepare_to_serve()
             announce(ready_line(engine, where, start))
             if await first_of(engine_end(engine), signals.get()) is DEAD:

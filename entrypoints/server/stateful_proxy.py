@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import aiohttp
@@ -18,13 +18,12 @@ from aiohttp.typedefs import Middleware
 from multidict import CIMultiDict
 
 from ...core.errors import EngineStopped
-from ..http.auth.tenants import HEADER, forwarded_tenant, tenant_header, tenant_of
+from ..http.auth.tenants import HEADER, forwarded_tenant, route_of, tenant_header, tenant_of
 from ..http.context import OPTIONS
 from ..http.request_log import mark_left
+from ..http.routing import ROUTES, Handler
 
 logger = logging.getLogger("jackfield.fronts")
-STATEFUL = ("/v1/responses", "/v1/files", "/v1/batches")
-"""Prefixes of the stateful routes."""
 MAX_TENANT_BYTES = 2 << 20
 """Most bytes of the header that says whose a request is, which may name MAX_ADAPTERS adapters."""
 ASK_SECONDS = 0.02
@@ -35,12 +34,6 @@ HOP = frozenset(
      "expect")
 )  # fmt: skip
 """Headers of a single connection, or rewritten by each server."""
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def is_stateful(resource: web.AbstractResource | None) -> bool:
-    path = "" if resource is None else resource.canonical
-    return any(path == prefix or path.startswith(f"{prefix}/") for prefix in STATEFUL)
 
 
 def serve_stateful(
@@ -59,7 +52,7 @@ def serve_stateful(
             if isinstance(key, web.AppKey):
                 inner[key] = app[key]
         for route in app.router.routes():
-            if route.resource is not None and is_stateful(route.resource):
+            if route.resource is not None and app[ROUTES].is_stateful(route.resource.canonical):
                 inner.router.add_route(route.method, route.resource.canonical, route.handler)
         runner = web.AppRunner(
             inner, handler_cancellation=True, access_log=None, max_field_size=MAX_TENANT_BYTES
@@ -91,7 +84,7 @@ def forward_to(path: Path) -> Middleware:
 
     @web.middleware
     async def forward(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not is_stateful(request.match_info.route.resource):
+        if not request.app[ROUTES].is_stateful(route_of(request)):
             return await handler(request)
         headers = _end_to_end(request.headers)
         headers[HEADER] = tenant_header(tenant_of(request))

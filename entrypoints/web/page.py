@@ -8,7 +8,7 @@ from importlib import resources
 
 from aiohttp import web
 
-from ..http.context import OPEN_HANDLERS
+from ..http.routing import add_at, route
 from ..openai.common.openapi import internal
 
 HEADERS = {
@@ -58,15 +58,15 @@ FILES: web.AppKey[dict[str, File]] = web.AppKey("pages", dict)
 def add_page(app: web.Application, files: dict[str, str]) -> None:
     """Serve a page and its files, without a key; routes that they call need one."""
     app.setdefault(FILES, {}).update({path: _read(name) for path, name in files.items()})
-    app[OPEN_HANDLERS].add(page)
     first, second, *_ = files
-    for path in (first, f"{second.rpartition('/')[0]}/{{name}}"):
-        app.router.add_get(path, page)
+    paths = (first, f"{second.rpartition('/')[0]}/{{name}}")
+    add_at(app, page, [("GET", path) for path in paths])
 
 
+@route(keyless=True)
 @internal
 async def page(request: web.Request) -> web.Response:
-    """GET one of the files"""
+    """A page for people, and its files."""
     file = request.app[FILES].get(request.path)
     if file is None:
         raise web.HTTPNotFound

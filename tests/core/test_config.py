@@ -89,7 +89,6 @@ def test_nonsense_is_refused_by_name(name: str, value: Any) -> None:
             },
             "calculate_kv_scales",
         ),
-        ({"trust_remote_code": True}, "trust_remote_code"),
         (
             {
                 "enable_chunked_prefill": False,

@@ -12,15 +12,16 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from serving import engine_config, save_random
 
-from jackfield import AsyncEngine
+from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.errors import EngineStopped, RateLimited
+from jackfield.core.registry import Plugins
 from jackfield.core.tenancy import ANYONE, Tenant, TenantLimits
-from jackfield.entrypoints.batch.inprocess import ROUTES, call_route
+from jackfield.entrypoints.batch.inprocess import LINES, call_route
 from jackfield.entrypoints.batch.jsonl import LineReader, Result
 from jackfield.entrypoints.batch.runner import BatchRunner
 from jackfield.entrypoints.http.auth.usage import USAGE, Usage
-from jackfield.entrypoints.http.inflight import INFERENCE_ROUTES
 from jackfield.entrypoints.http.options import ServerOptions
+from jackfield.entrypoints.http.routing import ROUTES
 from jackfield.entrypoints.openai.pooling.protocol import PoolingRequest
 from jackfield.entrypoints.server.app import make_app
 
@@ -65,7 +66,7 @@ async def test_requests_that_a_stop_cut_off_have_no_result(
         server = web.AppRunner(app)
         await server.setup()
         runner = BatchRunner(app, asyncio.Semaphore(3))
-        lines = LineReader(path, tuple(ROUTES), 1 << 20)
+        lines = LineReader(path, tuple(LINES), 1 << 20)
         running = asyncio.create_task(runner.run(lines, deliver))
         await done.wait()
         while engine.stats().num_requests_running < 2:
@@ -140,7 +141,9 @@ def test_lines_may_name_each_inference_route_of_openais_api() -> None:
     ollama = {f"/api/{name}" for name in ("chat", "generate", "embed", "embeddings")}
     forms = {f"/v1/audio/{name}" for name in ("transcriptions", "translations")}
     others = {"/v1/messages", "/v2/embed", "/invocations", *ollama, *forms}
-    assert {*ROUTES, *others} == INFERENCE_ROUTES
+    app = make_app(AsyncEngine(EngineConfig(), plugins=Plugins()))
+    inference = {path for (_, path), route in app[ROUTES].served.items() if route.inference}
+    assert {*LINES, *others} == inference
 
 
 async def test_a_line_gets_the_response_of_the_server(checkpoint: Path) -> None:
@@ -187,7 +190,7 @@ async def test_an_error_of_the_server_stays_in_its_line(
         async def broken(*_: Any) -> None:
             raise ZeroDivisionError
 
-        monkeypatch.setitem(ROUTES, "/pooling", (PoolingRequest, broken))
+        monkeypatch.setitem(LINES, "/pooling", (PoolingRequest, broken))
         response = await call_route(app, "/pooling", b'{"input": "a"}')
     assert response.status == 500
     assert json.loads(response.body)["error"]["message"] == "the server failed on this request"

@@ -49,7 +49,6 @@ def test_the_module_runs_as_a_program() -> None:
         (["serve", "--tool-call-parser", "herms"], 2, "did you mean 'hermes'?"),
         (["serve", "--attention-backend", "tritn"], 2, "--attention-backend: "),
         (["serve", "--guided-decoding-backend", "xgrammer"], 2, "did you mean 'xgrammar'?"),
-        (["serve", "--trust-remote-code"], 2, "error: --trust-remote-code: "),
         (["serve", "--tensor-parallel-size", "2"], 2, "--tensor-parallel-size: "),
         (["serve", "--max-model-len", "999999"], 2, "error: --max-model-len: "),
         (["chat", "--url", "http://127.0.0.1:9", "-m", "hi"], 1, "no server at"),

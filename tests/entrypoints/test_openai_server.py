@@ -377,7 +377,9 @@ def test_garbage_gets_an_error_body(
         ("/v1/v1/messages", "; did you mean /v1/messages?"),
         ("/v1/chat/completions/chat/completions", "; did you mean /v1/chat/completions?"),
         ("/v1/models/", "; did you mean /v1/models?"),
-        ("/v1/files", " (the server was started without --batch-dir)"),
+        ("/v1/files/file-1/content", " (the server was started without --batch-dir)"),
+        ("/sleep", " (the server was started without --enable-admin)"),
+        ("/v1/load_lora_adapter", " without --enable-admin and --enable-lora)"),
         ("/v1/moderations", "/v1/moderations: Not Found"),
     ],
 )

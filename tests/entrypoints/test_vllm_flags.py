@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,9 @@ def test_a_missing_feature_that_is_not_used_is_taken(flag: str, value: str) -> N
         ("--speculative-algorithm EAGLE3 --speculative-draft-model-path x",
          '--speculative-config {"method":"eagle3","model":"x"}'),
         ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 4",
-         '--speculative-config {"method":"ngram","num_speculative_tokens":4}'),
+         '--speculative-config {"method":"ngram","num_speculative_tokens":3}'),
+        ("--limit-mm-per-prompt image=10,video=0",
+         '--limit-mm-per-prompt {"image":10,"video":0}'),
         ("--json-model-override-args {}", "--hf-overrides {}"),
         ("--ep-size 2", "-ep"),
         ("--page-size 32", "--block-size 32"),
@@ -456,3 +459,48 @@ def test_other_device_ids_are_refused(text: str, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         make_parser().parse_args([f"--device-ids={text}"])
     assert "--device-ids" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- whole command lines
+
+RECIPES = """
+Qwen/Qwen3-235B-A22B-FP8 --trust-remote-code -tp 4 --disable-log-requests --swap-space 16 --distributed-executor-backend mp --max-num-batched-tokens 32768 --max-model-len 32768 --no-enable-prefix-caching
+Qwen/Qwen3-Next-80B-A3B-Instruct --tensor-parallel-size 4 --tokenizer-mode auto --speculative-config '{"method": "qwen3_next_mtp", "num_speculative_tokens": 2}' --no-enable-chunked-prefill
+Qwen/Qwen3-VL-235B-A22B-Instruct --tensor-parallel-size 8 --mm-encoder-tp-mode data --enable-expert-parallel --async-scheduling --limit-mm-per-prompt.video 0 --max-num-seqs 1024 --attention-backend FLASHINFER
+Qwen/Qwen3-8B --reasoning-parser qwen3 --enable-auto-tool-choice --tool-call-parser hermes --hf-overrides '{"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}' --max-model-len 131072 --default-chat-template-kwargs '{"enable_thinking": false}'
+openai/gpt-oss-120b --tensor-parallel-size 2 --max-num-batched-tokens 16384 --gpu-memory-utilization 0.86 --kv-cache-dtype fp8 --no-enable-prefix-caching --async-scheduling --compilation-config '{"pass_config": {"fuse_allreduce_rms": true}}' --stream-interval 20 --tool-call-parser openai --enable-auto-tool-choice
+deepseek-ai/DeepSeek-R1-0528 --trust-remote-code --tensor-parallel-size 8 --enable-expert-parallel --reasoning-parser deepseek_r1
+deepseek-ai/DeepSeek-V3.2 --tensor-parallel-size 8 --kernel-config.enable_flashinfer_autotune=False --tokenizer-mode deepseek_v32 --tool-call-parser deepseek_v32 --enable-auto-tool-choice --reasoning-parser deepseek_v3
+meta-llama/Llama-4-Scout-17B-16E-Instruct --tensor-parallel-size 8 --max-model-len 1000000 --limit-mm-per-prompt image=10 --override-generation-config '{"temperature": 0.6}' --kv-cache-dtype fp8
+meta-llama/Llama-3.1-8B-Instruct --speculative-config '{"model":"RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3","method":"eagle3","num_speculative_tokens":3}' --chat-template-content-format auto
+google/gemma-4-31B-it --tensor-parallel-size 2 --max-model-len 16384 --enable-auto-tool-choice --reasoning-parser gemma4 --tool-call-parser gemma4 --limit-mm-per-prompt '{"image": 4, "audio": 1}' --mm-processor-kwargs '{"max_soft_tokens": 280}' --async-scheduling --host 0.0.0.0
+zai-org/GLM-4.5-FP8 --tensor-parallel-size 4 --speculative-config.method mtp --speculative-config.num_speculative_tokens 1 --tool-call-parser glm45 --reasoning-parser glm45 --enable-auto-tool-choice
+zai-org/GLM-4.5V-FP8 --tensor-parallel-size 4 --tool-call-parser glm45 --reasoning-parser glm45 --enable-auto-tool-choice --allowed-local-media-path / --mm-encoder-tp-mode data --mm-processor-cache-type shm
+moonshotai/Kimi-K2-Instruct --trust-remote-code --tokenizer-mode auto --tensor-parallel-size 8 --pipeline-parallel-size 2 --dtype bfloat16 --quantization fp8 --max-model-len 2048 --max-num-seqs 1 --enable-auto-tool-choice --tool-call-parser kimi_k2 --distributed-executor-backend ray
+mistralai/Mistral-Medium-3.5-128B --tensor-parallel-size 8 --tool-call-parser mistral --enable-auto-tool-choice --reasoning-parser mistral --config-format mistral --load-format mistral --tokenizer-mode mistral --speculative-config '{"model":"mistralai/Mistral-Medium-3.5-128B-EAGLE","num_speculative_tokens":3,"method":"eagle","max_model_len":"65536"}'
+MiniMaxAI/MiniMax-M2.5 --tensor-parallel-size 4 --kv-cache-dtype fp8 --moe-backend triton --attention-backend FLASHINFER --enable-flashinfer-autotune --tool-call-parser minimax_m2 --reasoning-parser minimax_m2 --compilation-config '{"cudagraph_mode":"PIECEWISE"}' --enable-auto-tool-choice
+deepseek-ai/DeepSeek-V4-Flash --reasoning-config '{"reasoning_parser":"deepseek_v3","reasoning_start_str":"","reasoning_end_str":""}'
+--model-path deepseek-ai/DeepSeek-V3-0324 --tp 8 --trust-remote-code --speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4 --mem-fraction-static 0.8 --cuda-graph-max-bs 16
+"""  # noqa: E501
+"""Command lines as public recipes of vLLM's have them (the last is one of SGLang's)."""
+
+
+@pytest.mark.parametrize("line", RECIPES.strip().splitlines())
+def test_a_command_line_of_a_recipe_is_taken(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["serve", "--explain", *shlex.split(line)])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    assert ("num_speculative_tokens" in line or "num-steps" in line) == (
+        "num_speculative_tokens" in printed.splitlines()[-1]
+    )
+
+
+def test_sglangs_numbers_of_drafts_agree() -> None:
+    """Three steps of a chain give three drafts; SGLang counts the token before them, too."""
+    for words in (["--speculative-num-steps", "3"], ["--speculative-num-draft-tokens", "4"]):
+        assert words_of(*words) == ["--speculative-config.num_speculative_tokens=3"]
+    assert translated(PARSER, ["--speculative-eagle-topk", "4"])[0].state == "refused"
+
+
+def words_of(*given: str) -> list[str]:
+    return [word for line in translated(PARSER, list(given)) for word in line.words]

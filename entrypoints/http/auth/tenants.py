@@ -7,20 +7,19 @@ objects, or in a batch), it travels in a header read on private connections only
 from __future__ import annotations
 
 import base64
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from ....core.errors import Forbidden
 from ....core.hook_calls import RequestHook
 from ....core.registry import Plugins
 from ....core.tenancy import ANYONE, ReceivedRequest, RequestHead, Tenant
-from ..context import OPEN, OPEN_HANDLERS
 from ..options import ServerOptions
+from ..routing import Handler, traits_of
 from .api_keys import KeyRing
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 HEADER = "X-Jackfield-Tenant"
 """Header between the server's processes; ignored from clients."""
 _KEY: web.RequestKey[Tenant] = web.RequestKey("tenant", Tenant)
@@ -67,15 +66,20 @@ def tenant_of(request: web.BaseRequest) -> Tenant:
 
 @web.middleware
 async def authentication(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Require a tenant for every route except open ones, with keys or an authenticating plugin."""
-    tenancy = request.app[TENANCY]
-    if (
-        tenancy.required
-        and route_of(request) not in request.app[OPEN]
-        and request.match_info.handler not in request.app[OPEN_HANDLERS]
-    ):
+    """Require a tenant for every route except keyless ones, with keys or an authenticating plugin;
+    and one who may, where the engine is changed."""
+    tenancy, traits = request.app[TENANCY], traits_of(request)
+    if tenancy.required and not traits.keyless:
         request[_KEY] = await tenancy.tenant(request)
+    if traits.manages_engine:
+        check_manages_engine(request)
     return await handler(request)
+
+
+def check_manages_engine(request: web.Request) -> None:
+    """Raise Forbidden for whoever may not change the engine."""
+    if not tenant_of(request).limits.manages_engine:
+        raise Forbidden("this key may not pause the engine or change its weights (manages_engine)")
 
 
 # ---------------------------------------------------------------- inside of the server

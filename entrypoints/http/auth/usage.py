@@ -16,19 +16,17 @@ import hashlib
 import mmap
 import struct
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from aiohttp import web
 
 from ....core.errors import RateLimited
 from ....core.tenancy import Tenant
+from ..routing import Handler, traits_of
 from .tenants import route_of, tenant_of
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 WORKING_METHODS = frozenset({"POST", "PUT", "PATCH"})
-UNCOUNTED = frozenset({"/v1/responses/{response_id}/cancel", "/v1/batches/{batch_id}/cancel"})
-"""Routes that end work, allowed at the limits."""
 NUM_ROWS = 4096
 """Most tenants with limits counted at once."""
 NEAR = 32
@@ -155,9 +153,13 @@ USAGE: web.AppKey[Usage] = web.AppKey("usage", Usage)
 
 
 def does_work(request: web.Request) -> bool:
-    """Return whether a request counts against limits; plugins' routes do."""
-    route = route_of(request)
-    return request.method in WORKING_METHODS and bool(route) and route not in UNCOUNTED
+    """Return whether a request counts against limits; plugins' routes do, and those that end work
+    do not."""
+    return (
+        request.method in WORKING_METHODS
+        and bool(route_of(request))
+        and not traits_of(request).ends_work
+    )
 
 
 @web.middleware

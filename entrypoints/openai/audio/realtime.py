@@ -27,6 +27,7 @@ from ...http.auth.usage import USAGE
 from ...http.context import ENGINE, OPTIONS, tokenizer_of
 from ...http.cross_origin.cross_site import same_site
 from ...http.model_names import find_adapter
+from ...http.routing import add_routes, route
 from ..common.openapi import internal
 from .request import language_of, speech_of
 from .routes import EngineDecoder
@@ -71,7 +72,7 @@ class Item(NamedTuple):
 
 def add_realtime(app: web.Application) -> None:
     app[SESSIONS] = weakref.WeakSet()
-    app.router.add_get("/v1/realtime", realtime)
+    add_routes(app, realtime)
     app.on_shutdown.append(_close_all)
 
 
@@ -80,6 +81,7 @@ async def _close_all(app: web.Application) -> None:
         await socket.close(code=1001, message=b"the server stops")
 
 
+@route("GET /v1/realtime")
 @internal
 async def realtime(request: web.Request) -> web.WebSocketResponse:
     """Write down speech that comes in pieces."""

@@ -19,6 +19,7 @@ from ....core.sampling_params import SamplingParams
 from ...http.auth.origin import Origin
 from ...http.context import ENGINE, new_id, part_id, reply, tokenizer_of
 from ...http.request_log import watched
+from ...http.routing import add_routes, route
 from ...http.streaming import named_frame, stream
 from ..common.request_body import call_of
 from .formats import joined, subtitles, timed, verbose
@@ -34,10 +35,10 @@ from .transcriber import Heard, Segment, Task, Transcriber
 
 
 def add_audio(app: web.Application) -> None:
-    app.router.add_post("/v1/audio/transcriptions", transcriptions)
-    app.router.add_post("/v1/audio/translations", translations)
+    add_routes(app, transcriptions, translations)
 
 
+@route("POST /v1/audio/transcriptions", inference=True)
 @audio_route(TranscriptionForm)
 async def transcriptions(request: web.Request) -> web.StreamResponse:
     """Write speech down, in its language."""
@@ -45,6 +46,7 @@ async def transcriptions(request: web.Request) -> web.StreamResponse:
     return await _answer(request, params, data, origin, language=params.language)
 
 
+@route("POST /v1/audio/translations", inference=True)
 @audio_route(TranslationForm)
 async def translations(request: web.Request) -> web.StreamResponse:
     """Write speech down in English."""

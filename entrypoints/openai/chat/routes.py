@@ -14,6 +14,7 @@ from ....core.outputs import RequestOutput
 from ....core.text.token_limit import LONG_TEXT
 from ...http.context import ENGINE, OPTIONS, check_completions, new_id, reply
 from ...http.large_responses import off_loop, routed_size
+from ...http.routing import route
 from ...http.streaming import stream_outputs
 from ..common.logprobs import num_logprobs, prompt_logprobs
 from ..common.openapi import documented
@@ -26,6 +27,7 @@ from .request import ChatCompletion
 from .stream import ChatStream
 
 
+@route("POST /v1/chat/completions", inference=True)
 @documented("chat", request=ChatRequest, response=ChatResponse, event=ChatChunk)
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Complete a conversation."""

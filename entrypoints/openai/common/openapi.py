@@ -22,6 +22,7 @@ import msgspec
 from aiohttp import web
 
 from .... import __version__
+from ...http.routing import NO_ROUTE, ROUTES
 from .response_schemas import ErrorResponse
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,6 +31,7 @@ METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 ERRORS = {
     400: "A field is wrong: `param` names it",
     401: "No API key, or a wrong one",
+    403: "This key may not do that",
     404: "A model that is not served, or nothing by that name",
     408: "The body did not come in time",
     413: "The body is too large, or has too many values",
@@ -45,6 +47,10 @@ JSON = (dict, list, tuple, str, int, float, bool, type(None))
 """Types of JSON values; others stand for a schema."""
 
 
+class DialectError:
+    """Stands for an error's body in the form of the route's dialect."""
+
+
 def documented(
     tag: str,
     *,
@@ -53,14 +59,13 @@ def documented(
     event: Any = None,
     errors: tuple[int, ...] = (),
     content_type: str = "application/json",
-    error: Any = ErrorResponse,
     ends_with_done: bool = True,
     in_lines: bool = False,
 ) -> Callable[[F], F]:
     """Return a decorator that describes a handler; its docstring becomes the summary.
 
-    request, response, event, error: types of bodies and of a stream's events; errors: statuses of
-    ERRORS, besides those of every route with a body or a key; ends_with_done: a stream ends with
+    request, response, event: types of bodies and of a stream's events; errors: statuses of ERRORS,
+    besides those of every route with a body or a key; ends_with_done: a stream ends with
     `data: [DONE]`; in_lines: it has a JSON object per line instead of server-sent events.
     """
 
@@ -71,13 +76,13 @@ def documented(
             success["content"] = {content_type: {"schema": response}}
         if event is not None and in_lines:
             success["description"] = f"Done. {LINES}"
-            success["content"]["application/x-ndjson"] = {"schema": {"anyOf": [event, error]}}
+            success["content"]["application/x-ndjson"] = {
+                "schema": {"anyOf": [event, DialectError]}
+            }
         elif event is not None:
             ending = ", and the last is `data: [DONE]`" if ends_with_done else ""
             success["description"] = f"Done. {EVENTS}{ending}"
-            success["content"]["text/event-stream"] = {
-                "schema": _event(event, error, ends_with_done)
-            }
+            success["content"]["text/event-stream"] = {"schema": _event(event, ends_with_done)}
         statuses = set(errors) | {500}
         if request is not None:
             operation["requestBody"] = {
@@ -85,7 +90,7 @@ def documented(
                 "content": {"application/json": {"schema": request}},
             }
             statuses |= {400, 404, 408, 413, 415, 501, 503}
-        refusals = {str(status): _error(status, error) for status in sorted(statuses)}
+        refusals = {str(status): _error(status) for status in sorted(statuses)}
         operation["responses"] = {"200": success} | refusals
         handler.openapi = operation  # type: ignore[attr-defined]
         return handler
@@ -99,18 +104,17 @@ def internal(handler: F) -> F:
     return handler
 
 
-def document(
-    app: web.Application, *, root_path: str = "", keys: bool = False, open_routes: Any = ()
-) -> dict[str, Any]:
+def document(app: web.Application, *, root_path: str = "", keys: bool = False) -> dict[str, Any]:
     """Return an OpenAPI 3.1 document of `app`'s current routes.
 
-    keys: routes except `open_routes` (paths) require a bearer key.
+    keys: routes that are not keyless require a bearer key.
     """
     paths: dict[str, dict[str, Any]] = {}
     for method, path, handler in routes(app):
         description = getattr(handler, "openapi", _undocumented(handler))
         if description is None:
             continue
+        info = app[ROUTES].served.get((method, path), NO_ROUTE)
         operation = copy.copy(description)
         operation["operationId"] = re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_")
         names = re.findall(r"{(\w+)}", path)
@@ -119,9 +123,14 @@ def document(
                 *_missing(names, operation),
                 *description.get("parameters", ()),
             ]
-        if keys and path not in open_routes:
+        responses = operation["responses"]
+        if info.manages_engine:
+            responses = responses | {"403": _error(403)}
+        if keys and not info.keyless:
             operation["security"] = [{"key": []}]
-            operation["responses"] = operation["responses"] | {"401": _keyless(operation)}
+            responses = responses | {"401": _error(401)}
+        operation["responses"] = responses
+        operation = _with_errors(operation, info.dialect.error or ErrorResponse)
         paths.setdefault(path, {})[method.lower()] = operation
     types = list(_types(paths))
     schemas, components = msgspec.json.schema_components(types, ref_template=REFERENCE)
@@ -148,23 +157,33 @@ def routes(app: web.Application) -> Iterator[tuple[str, str, Any]]:
             yield route.method, route.resource.canonical, route.handler
 
 
-def _error(status: int, body: Any = ErrorResponse) -> dict[str, Any]:
+def summary_of(handler: Any) -> str:
+    """Return what a handler's route is for, in a line."""
+    operation = getattr(handler, "openapi", None) or _description(handler)
+    summary: str = operation["summary"]
+    return summary
+
+
+def _error(status: int) -> dict[str, Any]:
     text = ERRORS.get(status) or HTTPStatus(status).phrase
-    return {"description": text, "content": {"application/json": {"schema": body}}}
+    return {"description": text, "content": {"application/json": {"schema": DialectError}}}
 
 
-def _keyless(operation: dict[str, Any]) -> dict[str, Any]:
-    """Return the missing key's error, in the route's form of errors."""
-    content = operation["responses"].get("500", {}).get("content", {})
-    return _error(401, content.get("application/json", {}).get("schema", ErrorResponse))
+def _with_errors(value: Any, error: Any) -> Any:
+    """Return an operation with a type in place of DialectError."""
+    if isinstance(value, list | tuple):
+        return [_with_errors(part, error) for part in value]
+    if isinstance(value, dict):
+        return {key: _with_errors(part, error) for key, part in value.items()}
+    return error if value is DialectError else value
 
 
-def _event(kind: Any, error: Any, ends_with_done: bool) -> dict[str, Any]:
+def _event(kind: Any, ends_with_done: bool) -> dict[str, Any]:
     """Return the schema of a parsed server-sent event."""
     data: dict[str, Any] = {
         "type": "string",
         "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [kind, error]},
+        "contentSchema": {"anyOf": [kind, DialectError]},
     }
     datas = (data, {"const": "[DONE]"}) if ends_with_done else (data,)
     events = [{"properties": {"data": data}} for data in datas]

@@ -36,6 +36,7 @@ from ...http.context import (
 from ...http.large_responses import off_loop, routed_size
 from ...http.model_names import model_name
 from ...http.request_log import watched
+from ...http.routing import route
 from ...http.streaming import Template, frame, output_size, stream, stream_outputs
 from ..common.logprobs import completion_logprobs, num_logprobs, prompt_logprobs
 from ..common.openapi import documented
@@ -48,6 +49,7 @@ STARTED_AT_ONCE = 4
 """Prompts submitted per turn of the event loop."""
 
 
+@route("POST /v1/completions", inference=True)
 @documented(
     "completions", request=CompletionRequest, response=CompletionResponse, event=CompletionChunk
 )

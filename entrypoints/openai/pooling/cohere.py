@@ -14,6 +14,7 @@ from ....core.pooling_params import PoolingParams
 from ...http.context import ENGINE, new_id, reply
 from ...http.large_responses import off_loop
 from ...http.model_names import model_name
+from ...http.routing import route
 from ..common.openapi import documented
 from ..common.request_body import decode_body
 from .protocol import PoolingFields, check_count
@@ -106,6 +107,7 @@ class CohereEmbedResponse(msgspec.Struct):
     response_type: Literal["embeddings_by_type"]
 
 
+@route("POST /v2/embed", inference=True)
 @documented("vectors and scores", request=CohereEmbedRequest, response=CohereEmbedResponse)
 async def cohere_embed(request: web.Request) -> web.Response:
     """POST /v2/embed: a vector for each text, as Cohere's clients ask for it."""

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from ...http.context import ENGINE, new_id, reply
 from ...http.model_names import model_name
+from ...http.routing import route
 from ..common.openapi import documented
 from ..common.request_body import Call, call_of, decode_body
 from ..common.response_schemas import EmbeddingResponse
@@ -15,6 +16,7 @@ from .protocol import EmbeddingRequest
 from .routes import body, check_task, encoded, encoded_numbers, prompts_of
 
 
+@route("POST /v1/embeddings", inference=True)
 @documented("vectors and scores", request=EmbeddingRequest, response=EmbeddingResponse)
 async def embeddings(request: web.Request) -> web.Response:
     """A vector for each text."""

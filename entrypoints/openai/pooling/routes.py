@@ -17,6 +17,7 @@ from ....core.outputs import PoolingRequestOutput
 from ...http.context import ENGINE, new_id, reply
 from ...http.large_responses import in_pieces, off_loop
 from ...http.model_names import model_name
+from ...http.routing import route
 from ...scoring import encode_all
 from ..common.openapi import documented
 from ..common.request_body import Call, call_of, decode_body
@@ -32,6 +33,7 @@ BASE64_BYTES = 3 << 16
 """The same as base64: four characters per three bytes."""
 
 
+@route("POST /pooling", inference=True)
 @documented("vectors and scores", request=PoolingRequest, response=PoolingResponse)
 async def pooling(request: web.Request) -> web.Response:
     """POST /pooling: the model's pooled data, whatever its kind."""
@@ -50,6 +52,7 @@ async def pooling_response(call: Call, params: PoolingRequest) -> dict[str, Any]
     return body(name, model, data, outputs)
 
 
+@route("POST /classify", inference=True)
 @documented("vectors and scores", request=ClassifyRequest, response=ClassifyResponse)
 async def classify(request: web.Request) -> web.Response:
     """POST /classify: one probability per label."""

@@ -10,6 +10,7 @@ from ....core.engine.async_engine import AsyncEngine
 from ....core.text.text_threads import rough_size
 from ...http.context import ENGINE, new_id, reply, tokenizer_of
 from ...http.model_names import model_name
+from ...http.routing import route
 from ...scoring import score_all
 from ..common.openapi import documented
 from ..common.request_body import Call, call_of, decode_body
@@ -18,6 +19,7 @@ from .protocol import RerankRequest, ScoreRequest
 from .routes import body, check_task, naming, usage_of
 
 
+@route("POST /score", "POST /v1/score", inference=True)
 @documented("vectors and scores", request=ScoreRequest, response=ScoreResponse)
 async def score(request: web.Request) -> web.Response:
     """POST /score, /v1/score: one score per pair of texts."""
@@ -46,6 +48,7 @@ async def score_response(call: Call, params: ScoreRequest) -> dict[str, Any]:
     return body(name, model, data, outputs)
 
 
+@route("POST /rerank", "POST /v1/rerank", "POST /v2/rerank", inference=True)
 @documented("vectors and scores", request=RerankRequest, response=RerankResponse)
 async def rerank(request: web.Request) -> web.Response:
     """POST /rerank, /v1/rerank, /v2/rerank: documents ranked by how well they match a query."""

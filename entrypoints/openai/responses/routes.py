@@ -13,6 +13,7 @@ from ...http.auth.tenants import tenant_of
 from ...http.auth.usage import USAGE
 from ...http.context import ENGINE, OPTIONS, json_response, reply
 from ...http.request_log import mark_left
+from ...http.routing import add_routes, route
 from ...http.streaming import EventStream
 from ..common.openapi import documented
 from ..common.request_body import Call, decode_body
@@ -23,28 +24,20 @@ from .request import ResponseCompletion
 
 RESPONSES: web.AppKey[Responses] = web.AppKey("responses", Responses)
 MAX_LISTED = 100
+RESPONSE = "/v1/responses/{response_id:(?!input_tokens$)[^{}/]+}"
 
 
 def add_responses(app: web.Application) -> None:
     """Add the routes, and stored and running responses."""
     app[RESPONSES] = Responses(app[OPTIONS])
     app.on_shutdown.append(app[RESPONSES].close)
-    path = "/v1/responses/{response_id:(?!input_tokens$)[^{}/]+}"
-    app.add_routes(
-        [
-            web.post("/v1/responses", create),
-            web.post("/v1/responses/input_tokens", input_tokens),
-            web.get(path, retrieve),
-            web.delete(path, delete),
-            web.post(f"{path}/cancel", cancel),
-            web.get(f"{path}/input_items", input_items),
-        ]
-    )
+    add_routes(app, create, input_tokens, retrieve, delete, cancel, input_items)
 
 
+@route("POST /v1/responses", inference=True, stateful=True)
 @documented("Responses", request=ResponsesRequest, response=dict[str, Any], event=dict[str, Any])
 async def create(request: web.Request) -> web.StreamResponse:
-    """POST /v1/responses"""
+    """POST /v1/responses: respond to items, and keep the response unless `store` is false."""
     responses = request.app[RESPONSES]
     body = await decode_body(request, ResponsesRequest)
     tenant = tenant_of(request)
@@ -77,6 +70,7 @@ async def _full_response(
     return response
 
 
+@route("POST /v1/responses/input_tokens", stateful=True)
 @documented("Responses", request=ResponsesRequest, response=InputTokensResponse)
 async def input_tokens(request: web.Request) -> web.Response:
     """POST /v1/responses/input_tokens: count the tokens of such a response's prompt."""
@@ -91,6 +85,7 @@ async def input_tokens(request: web.Request) -> web.Response:
     return reply({"object": "response.input_tokens", "input_tokens": count})
 
 
+@route(f"GET {RESPONSE}", stateful=True)
 @documented("Responses", response=dict[str, Any], event=dict[str, Any], errors=(400, 404))
 async def retrieve(request: web.Request) -> web.StreamResponse:
     """GET /v1/responses/{response_id}: its current state; with `stream`, its events again."""
@@ -101,22 +96,26 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     return json_response([responses.body(id, tenant_of(request).owner)])
 
 
+@route(f"DELETE {RESPONSE}", stateful=True)
 @documented("Responses", response=dict[str, Any], errors=(404,))
 async def delete(request: web.Request) -> web.Response:
-    """DELETE /v1/responses/{response_id}"""
+    """DELETE /v1/responses/{response_id}: forget a kept response."""
     return reply(await request.app[RESPONSES].delete(*_named(request)))
 
 
+@route(f"POST {RESPONSE}/cancel", stateful=True, ends_work=True)
 @documented("Responses", response=dict[str, Any], errors=(400, 404))
 async def cancel(request: web.Request) -> web.Response:
-    """POST /v1/responses/{response_id}/cancel"""
+    """POST /v1/responses/{response_id}/cancel: end one that runs in the background."""
     body = await request.app[RESPONSES].cancel(*_named(request))
     return json_response([body])
 
 
+@route(f"GET {RESPONSE}/input_items", stateful=True)
 @documented("Responses", response=dict[str, Any], errors=(400, 404))
 async def input_items(request: web.Request) -> web.Response:
-    """GET /v1/responses/{response_id}/input_items, the newest first unless `order` is asc."""
+    """GET /v1/responses/{response_id}/input_items: what came before its output, the newest first
+    unless `order` is asc."""
     items = request.app[RESPONSES].input(*_named(request))
     limit = _number(request, "limit", 20, least=1, most=MAX_LISTED)
     order = request.query.get("order", "desc")

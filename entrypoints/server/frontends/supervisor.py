@@ -148,7 +148,10 @@ async def serve_fronts(settings: Settings) -> int:
         bound(settings.listen, settings.fronts) as sockets,
     ):
         fronts = fronted(engine, core, settings, folder, sockets, signals)
-        async with fronts as (server, failing), logging_stats(engine.stats):
+        async with (
+            fronts as (server, failing),
+            logging_stats(engine.stats, settings.options.log_stats_interval),
+        ):
             prepare_to_serve()
             uds = settings.listen.uds
             where = uds or address(settings.listen, sockets[0][0].getsockname()[1])

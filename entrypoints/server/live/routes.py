@@ -6,14 +6,13 @@ vLLM's routes and SGLang's, over the same jobs (`core/live/engine_jobs.py`), for
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from aiohttp import web
 
+from ...http.routing import add_routes
 from . import sglang_routes, vllm_routes
-from .surface import for_managers
 
 
-def add_live_routes(app: web.Application) -> None:
-    for handler in (*vllm_routes.POSTS, *sglang_routes.POSTS):
-        app.router.add_post(f"/{handler.__name__}", for_managers(handler))
-    for handler in vllm_routes.GETS:
-        app.router.add_get(f"/{handler.__name__}", for_managers(handler), allow_head=False)
+def add_live_routes(app: web.Application, needs: Mapping[str, bool]) -> None:
+    add_routes(app, *vllm_routes.ROUTES, *sglang_routes.ROUTES, needs=needs)

@@ -28,6 +28,7 @@ from ....core.live.engine_jobs import (
 )
 from ....core.live.torch_pickles import read_sglang_tensors
 from ...http.context import reply
+from ...http.routing import route
 from ...openai.common.openapi import documented
 from ...openai.common.request_body import decode_body
 from .surface import LiveState, ask, lease_of, parts_of, state
@@ -101,7 +102,8 @@ class SglangReply(msgspec.Struct):
     weight_version: str = ""
 
 
-@documented("admin", request=PauseAsSglang, response=LiveState, errors=(403, 409))
+@route("POST /pause_generation", manages_engine=True)
+@documented("admin", request=PauseAsSglang, response=LiveState, errors=(409,))
 async def pause_generation(request: web.Request) -> web.Response:
     """Pause the engine: `abort`; `retract`, and requests are computed again afterwards; or
     `in_place`, and they go on with their caches."""
@@ -116,20 +118,23 @@ async def pause_generation(request: web.Request) -> web.Response:
     return state("ok", await ask(request, job))
 
 
-@documented("admin", response=LiveState, errors=(403,))
+@route("POST /continue_generation", manages_engine=True)
+@documented("admin", response=LiveState)
 async def continue_generation(request: web.Request) -> web.Response:
     """End a pause; harmless without one."""
     return state("ok", await ask(request, Resume()))
 
 
-@documented("admin", request=MemoryTags, response=dict[str, Any], errors=(403, 409))
+@route("POST /release_memory_occupation", manages_engine=True)
+@documented("admin", request=MemoryTags, response=dict[str, Any], errors=(409,))
 async def release_memory_occupation(request: web.Request) -> web.Response:
     """Give memory back, of weights or caches; weights are read again, or sent."""
     tags = await _memory_tags(request)
     return reply(await ask(request, Sleep(level=2, tags=tags)))
 
 
-@documented("admin", request=MemoryTags, response=dict[str, Any], errors=(403, 409))
+@route("POST /resume_memory_occupation", manages_engine=True)
+@documented("admin", request=MemoryTags, response=dict[str, Any], errors=(409,))
 async def resume_memory_occupation(request: web.Request) -> web.Response:
     """Take memory again, of weights or caches."""
     return reply(await ask(request, WakeUp(tags=await _memory_tags(request))))
@@ -142,7 +147,8 @@ async def _memory_tags(request: web.Request) -> tuple[str, ...]:
     return tags
 
 
-@documented("admin", response=str, content_type="text/plain", errors=(400, 403))
+@route("POST /flush_cache", manages_engine=True)
+@documented("admin", response=str, content_type="text/plain", errors=(400,))
 async def flush_cache(request: web.Request) -> web.Response:
     """Forget cached prefixes, unless requests run."""
     if (await ask(request, ResetPrefixCache()))["success"]:
@@ -150,7 +156,8 @@ async def flush_cache(request: web.Request) -> web.Response:
     return web.Response(text="Flush cache failed: requests are running.\n", status=400)
 
 
-@documented("admin", response=SglangReply, errors=(403,))
+@route("POST /begin_weight_update", manages_engine=True)
+@documented("admin", response=SglangReply)
 async def begin_weight_update(request: web.Request) -> web.Response:
     """Begin to take new weights, with SGLang's answer."""
 
@@ -161,7 +168,8 @@ async def begin_weight_update(request: web.Request) -> web.Response:
     return await _as_sglang(request, work)
 
 
-@documented("admin", request=EndUpdate, response=SglangReply, errors=(403,))
+@route("POST /end_weight_update", manages_engine=True)
+@documented("admin", request=EndUpdate, response=SglangReply)
 async def end_weight_update(request: web.Request) -> web.Response:
     """Serve with the new weights from the next step on, with SGLang's answer."""
 
@@ -174,7 +182,8 @@ async def end_weight_update(request: web.Request) -> web.Response:
     return await _as_sglang(request, work)
 
 
-@documented("admin", request=FromDisk, response=SglangReply, errors=(403,))
+@route("POST /update_weights_from_disk", manages_engine=True)
+@documented("admin", request=FromDisk, response=SglangReply)
 async def update_weights_from_disk(request: web.Request) -> web.Response:
     """Serve with the weights of a checkpoint on the server's machine, once they are read."""
 
@@ -193,7 +202,8 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
     return await _as_sglang(request, work)
 
 
-@documented("admin", request=SglangGroup, response=SglangReply, errors=(403,))
+@route("POST /init_weights_update_group", manages_engine=True)
+@documented("admin", request=SglangGroup, response=SglangReply)
 async def init_weights_update_group(request: web.Request) -> web.Response:
     """Join the group of a process that sends weights, with SGLang's answer."""
 
@@ -209,7 +219,8 @@ async def init_weights_update_group(request: web.Request) -> web.Response:
     return await _as_sglang(request, work)
 
 
-@documented("admin", request=GroupName, response=SglangReply, errors=(403,))
+@route("POST /destroy_weights_update_group", manages_engine=True)
+@documented("admin", request=GroupName, response=SglangReply)
 async def destroy_weights_update_group(request: web.Request) -> web.Response:
     """Leave a group, with SGLang's answer."""
 
@@ -220,7 +231,8 @@ async def destroy_weights_update_group(request: web.Request) -> web.Response:
     return await _as_sglang(request, work)
 
 
-@documented("admin", request=FromGroup, response=SglangReply, errors=(403,))
+@route("POST /update_weights_from_distributed", manages_engine=True)
+@documented("admin", request=FromGroup, response=SglangReply)
 async def update_weights_from_distributed(request: web.Request) -> web.Response:
     """Take the tensors that number 0 of a group sends now, with SGLang's answer."""
 
@@ -233,7 +245,8 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
     return await _as_sglang(request, work)
 
 
-@documented("admin", request=FromTensors, response=SglangReply, errors=(403,))
+@route("POST /update_weights_from_tensor", manages_engine=True)
+@documented("admin", request=FromTensors, response=SglangReply)
 async def update_weights_from_tensor(request: web.Request) -> web.Response:
     """Take tensors in the sender's device memory, with SGLang's answer."""
 
@@ -273,7 +286,7 @@ async def _as_sglang(request: web.Request, work: Callable[[], Awaitable[str]]) -
     return reply(SglangReply(True, message, waiting, state["weights_version"]))
 
 
-POSTS = (
+ROUTES = (
     release_memory_occupation,
     resume_memory_occupation,
     pause_generation,
@@ -287,4 +300,3 @@ POSTS = (
     update_weights_from_distributed,
     update_weights_from_tensor,
 )
-"""Handlers, whose names are the paths."""

@@ -1,24 +1,20 @@
-"""What the routes of both dialects have in common: who may, and the jobs that they ask for."""
+"""What the routes of both dialects have in common: the jobs that they ask for."""
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from ....core.engine.async_engine import AsyncEngine
-from ....core.errors import Forbidden, InvalidRequest, shown
+from ....core.errors import InvalidRequest, shown
 from ....core.live.engine_jobs import LEASE_SECONDS, TAGS, AskLive, LiveJob, PutTensors
 from ....core.live.worker_jobs import TensorPart
 from ...http.auth.tenants import tenant_of
 from ...http.context import ENGINE, reply
 
 logger = logging.getLogger("jackfield.server")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class LiveState(msgspec.Struct):
@@ -30,25 +26,6 @@ class LiveState(msgspec.Struct):
     mode: str | None = None
     lease: float | None = None
     """Seconds after which the pause ends by itself; null: it does not."""
-
-
-def for_managers(handler: Handler) -> Handler:
-    """Return a handler that refuses others before it reads a body."""
-
-    @functools.wraps(handler)
-    async def managed(request: web.Request) -> web.StreamResponse:
-        engine_of(request)
-        return await handler(request)
-
-    return managed
-
-
-def engine_of(request: web.Request) -> AsyncEngine:
-    """Return the engine, for whoever may change it. Raises Forbidden."""
-    tenant = tenant_of(request)
-    if not tenant.limits.manages_engine:
-        raise Forbidden("this key may not pause the engine or change its weights (manages_engine)")
-    return request.app[ENGINE]
 
 
 async def ask(request: web.Request, job: LiveJob) -> dict[str, Any]:

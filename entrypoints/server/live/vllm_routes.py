@@ -30,6 +30,7 @@ from ....core.live.engine_jobs import (
 from ....core.live.safetensors_bytes import read_header
 from ....core.live.torch_pickles import read_vllm_handles
 from ...http.context import ENGINE, reply
+from ...http.routing import route
 from ...openai.common.openapi import documented
 from ...openai.common.request_body import decode_body
 from .surface import LiveState, ask, flag_of, lease_of, parts_of, state, tags_of
@@ -145,7 +146,8 @@ class WorkerCall(msgspec.Struct):
     timeout: float | None = None
 
 
-@documented("admin", response=LiveState, errors=(400, 403, 409))
+@route("POST /pause", manages_engine=True)
+@documented("admin", response=LiveState, errors=(400, 409))
 async def pause(request: web.Request) -> web.Response:
     """POST /pause: pause the engine, and answer once it is idle.
 
@@ -162,31 +164,36 @@ async def pause(request: web.Request) -> web.Response:
     return state("paused", await ask(request, job))
 
 
-@documented("admin", response=LiveState, errors=(403,))
+@route("POST /resume", manages_engine=True)
+@documented("admin", response=LiveState)
 async def resume(request: web.Request) -> web.Response:
     """End a pause; harmless without one."""
     return state("resumed", await ask(request, Resume()))
 
 
-@documented("admin", response=dict[str, bool], errors=(403,))
+@route("GET /is_paused", manages_engine=True, allow_head=False)
+@documented("admin", response=dict[str, bool])
 async def is_paused(request: web.Request) -> web.Response:
     """Whether a pause has brought the engine to rest."""
     return reply({"is_paused": (await ask(request, AskLive()))["is_paused"]})
 
 
-@documented("admin", response=dict[str, str], errors=(403,))
+@route("GET /weight_info", manages_engine=True, allow_head=False)
+@documented("admin", response=dict[str, str])
 async def weight_info(request: web.Request) -> web.Response:
     """The version of the weights that serve."""
     return reply({"weight_version": (await ask(request, AskLive()))["weights_version"]})
 
 
-@documented("admin", response=dict[str, int], errors=(403,))
+@route("GET /get_world_size", manages_engine=True, allow_head=False)
+@documented("admin", response=dict[str, int])
 async def get_world_size(request: web.Request) -> web.Response:
     """How many ranks join a group that weights come from."""
     return reply({"world_size": (await ask(request, AskLive()))["world_size"]})
 
 
-@documented("admin", request=InitTransfer, response=dict[str, str], errors=(403,))
+@route("POST /init_weight_transfer_engine", manages_engine=True)
+@documented("admin", request=InitTransfer, response=dict[str, str])
 async def init_weight_transfer_engine(request: web.Request) -> web.Response:
     """Join the group of a process that sends weights; nothing for handles of shared memory."""
     info = (await decode_body(request, InitTransfer)).init_info
@@ -195,14 +202,16 @@ async def init_weight_transfer_engine(request: web.Request) -> web.Response:
     return reply({"message": "Weight transfer initialized"})
 
 
-@documented("admin", response=dict[str, str], errors=(400, 403))
+@route("POST /shutdown_weight_transfer_engine", manages_engine=True)
+@documented("admin", response=dict[str, str], errors=(400,))
 async def shutdown_weight_transfer_engine(request: web.Request) -> web.Response:
     """Leave the group of a process that sends weights."""
     await ask(request, LeaveGroup())
     return reply({"message": "Weight transfer shut down"})
 
 
-@documented("admin", response=dict[str, str], errors=(400, 403, 409))
+@route("POST /start_weight_update", manages_engine=True)
+@documented("admin", response=dict[str, str], errors=(400, 409))
 async def start_weight_update(request: web.Request) -> web.Response:
     """Begin to take new weights, while the present ones serve.
 
@@ -212,7 +221,8 @@ async def start_weight_update(request: web.Request) -> web.Response:
     return reply({"message": "Weight update started", **answer})
 
 
-@documented("admin", request=UpdateWeights, response=dict[str, str], errors=(403, 404))
+@route("POST /update_weights", manages_engine=True)
+@documented("admin", request=UpdateWeights, response=dict[str, str], errors=(404,))
 async def update_weights(request: web.Request) -> web.Response:
     """Take tensors: a list of what number 0 of the group sends now; handles of device memory, for
     a sender on the same devices; or, as `application/octet-stream`, the tensors themselves, in a
@@ -230,7 +240,8 @@ async def update_weights(request: web.Request) -> web.Response:
     return reply({"message": "Weights received"})
 
 
-@documented("admin", request=FinishUpdate, response=dict[str, Any], errors=(403, 404))
+@route("POST /finish_weight_update", manages_engine=True)
+@documented("admin", request=FinishUpdate, response=dict[str, Any], errors=(404,))
 async def finish_weight_update(request: web.Request) -> web.Response:
     """Serve with the new weights from the next step on, if they are whole."""
     body = FinishUpdate()
@@ -240,14 +251,16 @@ async def finish_weight_update(request: web.Request) -> web.Response:
     return reply({"message": "Weight update finished", **answer})
 
 
-@documented("admin", response=dict[str, str], errors=(400, 403, 404))
+@route("POST /abort_weight_update", manages_engine=True)
+@documented("admin", response=dict[str, str], errors=(400, 404))
 async def abort_weight_update(request: web.Request) -> web.Response:
     """Give an update up: the old weights serve on."""
     await ask(request, RollBack())
     return reply({"message": "Weight update given up"})
 
 
-@documented("admin", request=NewVersion, response=dict[str, Any], errors=(403,))
+@route("POST /update_weight_version", manages_engine=True)
+@documented("admin", request=NewVersion, response=dict[str, Any])
 async def update_weight_version(request: web.Request) -> web.Response:
     """Give the weights that serve another name."""
     version = (await decode_body(request, NewVersion)).new_version
@@ -255,7 +268,8 @@ async def update_weight_version(request: web.Request) -> web.Response:
     return reply({"success": True, "new_version": version})
 
 
-@documented("admin", response=dict[str, Any], errors=(400, 403, 409))
+@route("POST /sleep", manages_engine=True)
+@documented("admin", response=dict[str, Any], errors=(400, 409))
 async def sleep(request: web.Request) -> web.Response:
     """POST /sleep: pause the engine, and give the memory of weights and caches back.
 
@@ -271,7 +285,8 @@ async def sleep(request: web.Request) -> web.Response:
     return reply({"status": "sleeping", "level": int(level), **answer})
 
 
-@documented("admin", response=dict[str, Any], errors=(400, 403, 409))
+@route("POST /wake_up", manages_engine=True)
+@documented("admin", response=dict[str, Any], errors=(400, 409))
 async def wake_up(request: web.Request) -> web.Response:
     """POST /wake_up: take the memory again; once all is there, requests run.
 
@@ -282,13 +297,15 @@ async def wake_up(request: web.Request) -> web.Response:
     return reply({"status": status, "tags": list(tags_of(request.query)), **answer})
 
 
-@documented("admin", response=dict[str, bool], errors=(403,))
+@route("GET /is_sleeping", manages_engine=True, allow_head=False)
+@documented("admin", response=dict[str, bool])
 async def is_sleeping(request: web.Request) -> web.Response:
     """Whether memory of weights or caches is given back."""
     return reply({"is_sleeping": (await ask(request, AskLive()))["is_sleeping"]})
 
 
-@documented("admin", request=WorkerCall, response=dict[str, Any], errors=(403,))
+@route("POST /collective_rpc", manages_engine=True)
+@documented("admin", request=WorkerCall, response=dict[str, Any])
 async def collective_rpc(request: web.Request) -> web.Response:
     """Call a method that a part of a plugin offers, on each rank."""
     body = await decode_body(request, WorkerCall)
@@ -300,13 +317,14 @@ async def collective_rpc(request: web.Request) -> web.Response:
     return reply({"results": results})
 
 
-@documented("admin", response=dict[str, Any], errors=(403,))
+@route("GET /memory_report", manages_engine=True, allow_head=False)
+@documented("admin", response=dict[str, Any])
 async def memory_report(request: web.Request) -> web.Response:
     """Who has how much memory, on the first rank."""
     return reply(await ask(request, ReportMemoryUse()))
 
 
-POSTS = (
+ROUTES = (
     pause,
     resume,
     init_weight_transfer_engine,
@@ -319,12 +337,9 @@ POSTS = (
     sleep,
     wake_up,
     collective_rpc,
-)
-GETS = (
     is_paused,
     weight_info,
     get_world_size,
     is_sleeping,
     memory_report,
 )
-"""Handlers, whose names are the paths."""

@@ -577,10 +577,12 @@ async def test_code_of_a_checkpoint_never_runs(hostile: Path) -> None:
     assert not (hostile / "ran").exists()
 
 
-async def test_code_of_a_checkpoint_of_unknown_type_never_runs(hostile: Path) -> None:
+@pytest.mark.parametrize("trust", [False, True])
+async def test_code_of_a_checkpoint_of_unknown_type_never_runs(hostile: Path, trust: bool) -> None:
     edit_json(hostile / "config.json", model_type="evil", architectures=["EvilForCausalLM"])
+    config = EngineConfig(model=str(hostile), device="cpu", trust_remote_code=trust)
     with pytest.raises(ConfigError, match="EvilForCausalLM"):
-        await AsyncEngine(EngineConfig(model=str(hostile), device="cpu")).start()
+        await AsyncEngine(config).start()
     assert not (hostile / "ran").exists()
 
 
@@ -589,11 +591,6 @@ async def test_code_of_a_tokenizer_never_runs(hostile: Path) -> None:
     with pytest.raises(LoadError, match="tokenizer"):
         await AsyncEngine(EngineConfig(model=str(hostile), device="cpu")).start()
     assert not (hostile / "ran").exists()
-
-
-def test_remote_code_cannot_be_switched_on() -> None:
-    with pytest.raises(ConfigError, match="trust_remote_code"):
-        EngineConfig(trust_remote_code=True)
 
 
 # ---------------------------------------------------------------- rope variants
