@@ -407,7 +407,7 @@ def register_routes(app: Any, engine: Any) -> None:
     A route that is hidden by a route of Jackfield or of another plugin is refused, unless its
     handler has an attribute `override = True`: then it replaces that route. If the hook is refused
     or raises, none of its routes and middlewares are added. A middleware sees requests that have a
-    key, after Jackfield's own; see [write a plugin](../how-to/write-a-plugin.md#middlewares).
+    key, after Jackfield's own; see [middlewares](../how-to/write-a-server-plugin.md#middlewares).
     """
 
 

@@ -107,10 +107,12 @@ class Parser(argparse.ArgumentParser):
         return formatter
 
     def _explain(self, unknown: list[str]) -> str:
-        flag = unknown[0].split("=")[0]
+        return f"unrecognized argument: {unknown[0]}; {self.hint(unknown[0].split('=')[0])}"
+
+    def hint(self, flag: str) -> str:
+        """Return the flag that an unknown one resembles, or where flags are listed."""
         near = nearest(flag, self._long_flags()) if flag.startswith("--") else None
-        hint = f"did you mean {near}?" if near else f"`{self.prog} --help` lists the options"
-        return f"unrecognized argument: {unknown[0]}; {hint}"
+        return f"did you mean {near}?" if near else f"`{self.prog} --help` lists the options"
 
     def _long_flags(self) -> list[str]:
         return [name for name in self._option_string_actions if name.startswith("--")]

@@ -56,6 +56,8 @@ def _without_refused(parser: Parser, argv: list[str]) -> list[str]:
 
 def _checked(parser: Parser, line: Line) -> Line:
     """Return a line, with the state of words that the parser does not take."""
+    if line.state == "unknown":
+        return line._replace(note=parser.hint(line.flag))
     if line.state not in ("same", "equivalent") or not line.words:
         return line
     problem = _parse_error(parser, command_line(parser, [line]))
@@ -92,5 +94,5 @@ def _text(line: Line) -> str:
     if line.state == "equivalent":
         return f"{given}: becomes {shlex.join(words_without_secrets(line.words)) or 'nothing'}"
     if line.state == "unknown":
-        return f"{given}: unknown"
+        return f"{given}: unknown; {line.note}"
     return f"{given}: {'has no effect' if line.state == 'no effect' else 'refused'}: {line.note}"

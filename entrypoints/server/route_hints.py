@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+
 from aiohttp import web
 
 from ..http.routing import ROUTES
+
+MAX_PATH = 64
+"""Characters of a path that are compared with the routes'."""
 
 
 def hint(request: web.Request) -> str:
@@ -22,6 +27,10 @@ def hint(request: web.Request) -> str:
         and len(resource.canonical) > 1
         and path.endswith(resource.canonical.removeprefix("/v1"))
     ]
-    if not routes:
-        return ""
-    return f"; did you mean {max(routes, key=len)}?"
+    if routes:
+        return f"; did you mean {max(routes, key=len)}?"
+    paths = [
+        r.canonical for r in request.app.router.resources() if isinstance(r, web.PlainResource)
+    ]
+    close = difflib.get_close_matches(path[:MAX_PATH], paths, 1, 0.9)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -375,6 +375,7 @@ def test_garbage_gets_an_error_body(
     [
         ("/chat/completions", "; did you mean /v1/chat/completions?"),
         ("/v1/v1/messages", "; did you mean /v1/messages?"),
+        ("/v1/chat/completion", "; did you mean /v1/chat/completions?"),
         ("/v1/chat/completions/chat/completions", "; did you mean /v1/chat/completions?"),
         ("/v1/models/", "; did you mean /v1/models?"),
         ("/v1/files/file-1/content", " (the server was started without --batch-dir)"),

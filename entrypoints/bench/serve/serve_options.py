@@ -14,7 +14,9 @@ from typing import Any
 
 import msgspec
 
+from ...flags.foreign_options import Refused
 from ...flags.parser import Parser
+from ...flags.vllm_values import chosen
 from ..engine.session import add_model_options
 from ..measuring_lock import HELP as LOCK_HELP
 from ..report import Record, add_output_options
@@ -24,11 +26,32 @@ from .load import CHAT_ENDPOINT, Load, arrivals
 from .servers import SERVERS
 
 KINDS: tuple[Kind, ...] = ("http", "chats", "first")
+
+
+def no_dataset(name: str) -> Sequence[str]:
+    raise Refused(f"there is no {name} here: prompts are random token ids, or a WORKLOAD's")
+
+
 RANDOM = Workload(
     id="random", title="random token ids", kind="http", models=(), prompt=(1024, 1024),
     output=(128, 128), requests=1000, repeats=1, headline="output_tokens_per_second",
     higher_is_better=True,
 )  # fmt: skip
+
+
+OF_VLLM = {
+    "--backend": chosen(
+        "--endpoint",
+        {"openai-chat": ("--endpoint=/v1/chat/completions",)},
+        dict.fromkeys(("vllm", "openai"), "--endpoint is /v1/completions"),
+    ),
+    "--dataset-name": chosen(
+        "nothing",
+        unneeded={"random": "prompts are random token ids"},
+        otherwise=no_dataset,
+    ),
+}
+"""Options of `vllm bench serve` → what they become."""
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +145,7 @@ def make_parser() -> Parser:
         "options say.",
         epilog="With --engine, other options go to the command `serve` of that engine as they are.",
     )
+    parser.other_options = OF_VLLM
     count, size = checked(int, 1), checked(int, 0)
     server = parser.add_argument_group("server")
     server.add_argument("--base-url", help="of one that runs (default: --host and --port)")
