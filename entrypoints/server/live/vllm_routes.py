@@ -224,11 +224,11 @@ async def start_weight_update(request: web.Request) -> web.Response:
 @route("POST /update_weights", manages_engine=True)
 @documented("admin", request=UpdateWeights, response=dict[str, str], errors=(404,))
 async def update_weights(request: web.Request) -> web.Response:
-    """Take tensors: a list of what number 0 of the group sends now; handles of device memory, for
-    a sender on the same devices; or, as `application/octet-stream`, the tensors themselves, in a
-    body like a safetensors file.
+    """Take tensors that the group sends, that handles name, or that are in the body.
 
-    A body is a bucket: any number of them, of any tensors, make an update.
+    A list of what number 0 of the group sends now; handles of device memory, for a sender on the
+    same devices; or, as `application/octet-stream`, the tensors themselves, in a body like a
+    safetensors file. A body is a bucket: any number of them, of any tensors, make an update.
     """
     if request.content_type == "application/octet-stream":
         body = await request.read()
