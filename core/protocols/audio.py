@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +38,8 @@ class SpeechTokens:
     the checkpoint names none."""
     median_width: int = 7
     """Of the filter of that attention, in rows of the source."""
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
+    """`SamplingParams.extra_args` of requests that write times."""
 
 
 class AudioSource(Protocol):

@@ -189,6 +189,7 @@ class Transcriber:
             self._task.params, temperature=temperature,
             max_tokens=min(most, self._max_tokens - len(prompt)),
             min_tokens=1, logprobs=0, stop_token_ids=(tokens.end,),
+            extra_args=dict(tokens.extra_args) if times else None,
         )  # fmt: skip
         heard = await self._decoder.write(window, prompt, params)
         text = self._decoder.text([token for token in heard.token_ids if token < tokens.end])
