@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..loading.weight_map import WeightMap
     from ..nn.context import BuildContext
     from ..parts.media import PlacedItem
+    from .audio import SpeechChat
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,11 @@ class MediaModel(Protocol):
     @classmethod
     def refusal(cls, setup: MediaSetup) -> str | None:
         """Return why this checkpoint's media cannot be served, in one clause; None: they can."""
+
+    @classmethod
+    def speech(cls, setup: MediaSetup) -> SpeechChat | None:
+        """Return how the model is asked to write recordings down; None: it is not trained to. A
+        class may leave this method out."""
 
     @classmethod
     def processor(cls, setup: MediaSetup, modality: str) -> MediaProcessor:

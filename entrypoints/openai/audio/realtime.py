@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import json
 import logging
 import math
@@ -24,14 +25,12 @@ from ....core.errors import EngineOverloaded, Forbidden, InvalidRequest, Jackfie
 from ...http.auth.origin import Origin
 from ...http.auth.tenants import tenant_of
 from ...http.auth.usage import USAGE
-from ...http.context import ENGINE, OPTIONS, tokenizer_of
+from ...http.context import ENGINE, OPTIONS
 from ...http.cross_origin.cross_site import same_site
 from ...http.model_names import find_adapter
 from ...http.routing import add_routes, route
 from ..common.openapi import internal
-from .request import language_of, speech_of
-from .routes import EngineDecoder
-from .transcriber import Task, Transcriber
+from .speech import SpeechOptions, speech_of
 
 logger = logging.getLogger("jackfield.server")
 RATE = 24_000
@@ -58,6 +57,10 @@ class Settings(NamedTuple):
     rate: int = RATE
     language: str | None = None
     prompt: str = ""
+
+    @property
+    def options(self) -> SpeechOptions:
+        return SpeechOptions(self.language, prompt=self.prompt)
 
 
 class Item(NamedTuple):
@@ -213,15 +216,15 @@ class Session:
             )
         settings = self._settings._replace(rate=self._rate(audio, given))
         if "language" in words:
-            _, tokens = speech_of(self._engine)
-            language = words["language"]
+            language = words["language"] or None
             if language is not None and not isinstance(language, str):
                 raise InvalidRequest("language: must be a text", param="language")
-            settings = settings._replace(language=language_of(tokens, language or None))
+            settings = settings._replace(language=language)
         if "prompt" in words:
             if not isinstance(words["prompt"], str) or len(words["prompt"]) > 1 << 14:
                 raise InvalidRequest("prompt: must be a short text", param="prompt")
             settings = settings._replace(prompt=words["prompt"])
+        speech_of(self._engine).check(settings.options)
         if settings.rate != self._settings.rate and self._pcm:
             raise InvalidRequest("rate: commit or clear the buffer first", param="rate")
         self._settings = settings
@@ -310,31 +313,18 @@ class Session:
                 self._waiting_seconds -= item.seconds
 
     async def _transcribe(self, item: Item) -> None:
-        engine, settings = self._engine, item.settings
-        audio, tokens = speech_of(engine)
-        samples = await asyncio.to_thread(_samples, item, audio.sampling_rate)
-        before: list[int] = []
-        if text := settings.prompt.strip():
-            tokenizer = tokenizer_of(engine)
-            before = tokenizer.encode(f" {text}", add_special_tokens=False, allow_special=False)
-        task = Task(
-            tokens=tokens, language=settings.language, prompt_token_ids=tuple(before), times=False
-        )
+        speech = speech_of(self._engine)
+        samples = await asyncio.to_thread(_samples, item, speech.sampling_rate)
         origin = Origin(self._tenant, None, self._app[OPTIONS].share_prefix_cache, self._adapter)
-        transcriber = Transcriber(
-            Samples(samples, audio.sampling_rate), EngineDecoder(engine, audio, tokens, origin),
-            task, audio.max_samples, engine.model_config.max_model_len,
-        )  # fmt: skip
+        recording = Samples(samples, speech.sampling_rate)
+        transcription = speech.transcription(recording, item.settings.options, origin)
         said = ""
-        async for segments in transcriber.segments():
-            delta = "".join(segment.text for segment in segments)
-            delta = delta if said else delta.lstrip()
-            if not delta:
-                continue
-            said += delta
-            await self._send(
-                f"{_TRANSCRIPTION}.delta", item_id=item.id, content_index=0, delta=delta
-            )
+        async with contextlib.aclosing(transcription.deltas()) as deltas:
+            async for delta in deltas:
+                said += delta
+                await self._send(
+                    f"{_TRANSCRIPTION}.delta", item_id=item.id, content_index=0, delta=delta
+                )
         await self._send(
             f"{_TRANSCRIPTION}.completed", item_id=item.id, content_index=0,
             transcript=said.strip(),
