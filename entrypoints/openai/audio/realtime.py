@@ -38,6 +38,8 @@ RATE = 24_000
 LOWEST_RATE, HIGHEST_RATE = 8_000, 48_000
 MAX_MESSAGE = 4 << 20
 """Most bytes of an event."""
+MAX_PROMPT = 1 << 14
+"""Characters of the text that comes before."""
 MAX_SECONDS = 300
 """Of what was sent and not yet written down."""
 MAX_ITEMS = 16
@@ -204,10 +206,8 @@ class Session:
         audio = _object(_object(given, "audio"), "input")
         words = _object(audio, "transcription") or _object(given, "input_audio_transcription")
         model = words.get("model", event.get("model"))
-        if model is not None:
-            if not isinstance(model, str):
-                raise InvalidRequest(f"model: must be a name, got {shown(model)}", param="model")
-            await self.choose_model(model)
+        if model is not None and not isinstance(model, str):
+            raise InvalidRequest(f"model: must be a name, got {shown(model)}", param="model")
         turns = audio.get("turn_detection", given.get("turn_detection"))
         if turns is not None:
             raise InvalidRequest(
@@ -216,17 +216,22 @@ class Session:
             )
         settings = self._settings._replace(rate=self._rate(audio, given))
         if "language" in words:
-            language = words["language"] or None
+            language = words["language"]
             if language is not None and not isinstance(language, str):
                 raise InvalidRequest("language: must be a text", param="language")
-            settings = settings._replace(language=language)
+            settings = settings._replace(language=language or None)
         if "prompt" in words:
-            if not isinstance(words["prompt"], str) or len(words["prompt"]) > 1 << 14:
-                raise InvalidRequest("prompt: must be a short text", param="prompt")
-            settings = settings._replace(prompt=words["prompt"])
+            prompt = words["prompt"]
+            if not isinstance(prompt, str) or len(prompt) > MAX_PROMPT or not _is_unicode(prompt):
+                raise InvalidRequest(
+                    f"prompt: must be a text of at most {MAX_PROMPT} characters", param="prompt"
+                )
+            settings = settings._replace(prompt=prompt)
         speech_of(self._engine).check(settings.options)
         if settings.rate != self._settings.rate and self._pcm:
             raise InvalidRequest("rate: commit or clear the buffer first", param="rate")
+        if model is not None:
+            await self.choose_model(model)
         self._settings = settings
         await self._send(f"{event['type']}d", session=self._described())
 
@@ -357,7 +362,8 @@ class Session:
 
     async def _send(self, kind: str, **fields: Any) -> None:
         event = {"type": kind, "event_id": _id("event"), **fields}
-        await self._socket.send_str(json.dumps(event, ensure_ascii=False))
+        # In ASCII, as what a client has sent, and an error tells, may have half of a character.
+        await self._socket.send_str(json.dumps(event))
 
 
 _TRANSCRIPTION = "conversation.item.input_audio_transcription"
@@ -367,6 +373,11 @@ def _described(message: str, param: str | None) -> dict[str, Any]:
     return {
         "type": "invalid_request_error", "code": None, "message": message, "param": param
     }  # fmt: skip
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text has no halves of characters, which JSON can write."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _object(value: dict[str, Any], name: str) -> dict[str, Any]:
