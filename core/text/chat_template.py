@@ -26,6 +26,7 @@ from .chat_messages import (
     same,
 )
 from .control_tokens import ControlTokens
+from .template_budget import Budget
 from .template_fallbacks import (
     Chat,
     Verbatim,
@@ -33,7 +34,7 @@ from .template_fallbacks import (
     item_mark,
     joined_parts,
 )
-from .template_sandbox import Budget, TemplateEnvironment
+from .template_sandbox import TemplateEnvironment
 from .template_traits import ContentFormat, TemplateTraits
 from .token_limit import TokenLimit, encode_within
 from .tokenizer import Tokenizer
