@@ -33,7 +33,7 @@ from ..lora_request import (
     unknown_adapter,
 )
 from ..metrics.adapter_metrics import AdapterCounts
-from ..parts.adapters import NAME, AdapterUse
+from ..parts.adapters import MAX_LOADS, NAME, AdapterUse
 from ..registry import Plugins
 from ..request import RequestSpec
 from ..scheduling.parts.adapters import Adapters
@@ -45,8 +45,6 @@ from .host_memory import Adapter, HostMemory, Loaded
 logger = logging.getLogger("jackfield.adapters")
 K = TypeVar("K")
 T = TypeVar("T")
-MAX_LOADS = 4
-"""Adapters that are loaded by name at once, beside `max_cpu_loras` in host memory."""
 MAX_NAMES = 10_000
 """Adapters that are known by name; a list of them takes 50 ms."""
 
