@@ -100,14 +100,15 @@ async def realtime(request: web.Request) -> web.WebSocketResponse:
             "--allowed-origins"
         )
     speech_of(app[ENGINE])
-    sessions = app[SESSIONS]
-    if len(sessions) >= MAX_SESSIONS:
-        raise EngineOverloaded(f"this server has {MAX_SESSIONS} realtime sessions; try later")
     socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE, heartbeat=HEARTBEAT_SECONDS)
     if not socket.can_prepare(request).ok:
         raise InvalidRequest("/v1/realtime: speaks WebSocket; connect with a client of that")
     session = Session(request, socket)
     await session.choose_model(request.query.get("model"))
+    sessions = app[SESSIONS]
+    # Nothing is awaited between the count and what it counts.
+    if len(sessions) >= MAX_SESSIONS:
+        raise EngineOverloaded(f"this server has {MAX_SESSIONS} realtime sessions; try later")
     sessions.add(socket)
     try:
         await socket.prepare(request)
