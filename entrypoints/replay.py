@@ -176,9 +176,9 @@ class _Replay:
 
     def _difference(self, plan: StepPlan, there: StepResult, here: StepResult) -> str | None:
         """Return the first difference of two results."""
-        num_rows, wanted = len(there.counts), len(plan.slots)
-        if num_rows != wanted:
-            return f"step {plan.step}: the recording's result has {num_rows} rows of {wanted}"
+        num_rows, num_slots = len(there.counts), len(plan.slots)
+        if num_rows != num_slots:
+            return f"step {plan.step}: the recording's result has {num_rows} rows of {num_slots}"
         try:
             tokens = there.rows()
         except ValueError as error:

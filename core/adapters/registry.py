@@ -103,10 +103,10 @@ class AdapterRegistry:
                     "encoder-decoder models do not do",
                     param="model",
                 )
-            found = first_position(spec.prompt_token_ids, info.invocation_tokens)
-            if found is None:
+            position = first_position(spec.prompt_token_ids, info.invocation_tokens)
+            if position is None:
                 return spec
-            first = found
+            first = position
         use = AdapterUse(loaded.number, loaded.units, first)
         # A KV connector may be shared with engines that compute adapters in another type.
         dtype = self._config.lora_dtype
@@ -342,9 +342,9 @@ class AdapterRegistry:
     def _get(self, name: str, tenant: str | None, shared: bool = True) -> Adapter | None:
         """Return what a name stands for, for a tenant: its own adapter before everyone's."""
         if tenant is None:
-            found = self._adapters.get(("", name))
-            if found is not None:
-                return found
+            adapter = self._adapters.get(("", name))
+            if adapter is not None:
+                return adapter
             return next((each for each in self._adapters.values() if each.name == name), None)
         own = self._adapters.get((tenant, name))
         return own or (self._adapters.get(("", name)) if shared else None)

@@ -285,8 +285,8 @@ class KVCacheManager:
         `num_tokens`, with at most `max_chunk` of them per step.
         """
         blocks, max_chunk = 0, max_chunk or self.max_chunk
-        held = zip(self.groups, request.tables, request.num_released_blocks, strict=True)
-        for group, table, released in held:
+        groups = zip(self.groups, request.tables, request.num_released_blocks, strict=True)
+        for group, table, released in groups:
             most = group.most_blocks(num_tokens, self.block_size, max_chunk)
             blocks += max(0, most - (len(table) - released))
         return blocks

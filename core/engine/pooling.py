@@ -53,8 +53,8 @@ class PoolingAdmission:
         """
         limit = self._limit(params)
         if isinstance(prompt, Mapping) and is_single(prompt):
-            given, token_ids = text_and_tokens(prompt)
-            prompt = token_ids if token_ids is not None else given  # type: ignore[assignment]
+            content, token_ids = text_and_tokens(prompt)
+            prompt = token_ids if token_ids is not None else content  # type: ignore[assignment]
         text: str | None = None
         pair: str | None = None
         types: tuple[int, ...] = ()

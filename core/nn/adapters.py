@@ -367,8 +367,8 @@ def _looked_up(change: LayerChange, ids: torch.Tensor, rows: torch.Tensor) -> to
         rows = rows + each.a.float().t()[ids] @ each.b.float().t() * each.scale
     if change.token_ids is not None and change.token_rows is not None:
         at = torch.searchsorted(change.token_ids, ids).clamp(max=len(change.token_ids) - 1)
-        found = change.token_ids[at] == ids
-        rows = torch.where(found[:, None], change.token_rows[at].float(), rows)
+        matches = change.token_ids[at] == ids
+        rows = torch.where(matches[:, None], change.token_rows[at].float(), rows)
     return rows
 
 
@@ -485,12 +485,14 @@ def adapt(model: nn.Module, state: AdapterState) -> dict[str, Site]:
     experts, the module of all of a layer's."""
     sites: dict[str, Site] = {}
     modules = dict(model.named_modules())
-    held = {name for name, module in modules.items() if isinstance(module, QuantizedEmbedding)}
+    quantized_embeddings = {
+        name for name, module in modules.items() if isinstance(module, QuantizedEmbedding)
+    }
     for name, module in modules.items():
         own: Any = type(module)
         adapted = _adapted_class(own)
         inside = name.rpartition(".")[0]
-        if adapted is None or inside in held:
+        if adapted is None or inside in quantized_embeddings:
             continue  # The layer of a quantized embedding is changed through the embedding.
         site = sites[name] = Site(name, state)
         module.__class__ = adapted

@@ -125,14 +125,14 @@ def known_choices(path: Path) -> dict[str, Any]:
         path.parent.mkdir(parents=True, exist_ok=True)
         for kernel in KERNELS if path.exists() else ():
             read(path, kernel)
-        known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        if not isinstance(known.get("measured", {}), dict):
+        records: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        if not isinstance(records.get("measured", {}), dict):
             raise ValueError(f"{path} is damaged: measured is no object")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--output: {error}; give another file") from error
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"--output: {path} cannot be written; give another file")
-    return known
+    return records
 
 
 def others(entries: list[dict[str, Any]], known: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -140,14 +140,14 @@ async def ask(
 ) -> RequestOutput:
     """Return the output of a prompt whose log-probabilities are wanted."""
     config = engine.config
-    asked: Any = None
+    compression: Any = None
     if config.compresses_kv:
         has_levels = config.kv_compression_levels is not None
-        asked = "off" if ratio is None else None if has_levels else {"ratio": ratio}
+        compression = "off" if ratio is None else None if has_levels else {"ratio": ratio}
     params = SamplingParams(
         temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, prompt_logprobs=0,
         output_kind=OutputKind.FINAL_ONLY,
-        kv_compression=asked,
+        kv_compression=compression,
         extra_args=None if role is None else {NAME: role},
     )  # fmt: skip
     outputs = [output async for output in engine.generate(tokens, params)]
@@ -160,9 +160,9 @@ def positions(output: RequestOutput, first: int) -> Any:
     """Yield what the model says of each prompt token from `first` on."""
     assert output.prompt_logprobs is not None
     pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
-    for token, found in list(pairs)[first:]:
-        assert found is not None
-        yield found[token]
+    for token, token_logprobs in list(pairs)[first:]:
+        assert token_logprobs is not None
+        yield token_logprobs[token]
 
 
 def add(total: Scores, other: Scores) -> None:
