@@ -14,10 +14,12 @@ from typing import Any, TypeVar, Unpack
 
 import prometheus_client as prometheus
 
+from ..adapters.adapter_calls import AdapterCalls
 from ..config import EngineConfig
 from ..errors import EngineStopped
 from ..inputs import ChatMessage, Prompt
 from ..live.engine_jobs import LiveJob, ResetPrefixCache
+from ..live.live_calls import LiveCalls
 from ..loading.model_config import ModelConfig
 from ..lora_request import AdapterCard, AdapterJob, ListAdapters
 from ..make_core import make_core
@@ -29,11 +31,9 @@ from ..registry import Plugins, load_plugins
 from ..sampling_params import SamplingParams
 from ..text.token_limit import TokenLimit
 from ..text.tokenizer import Tokenizer
-from .adapter_calls import AdapterCalls
 from .core import logged
 from .core_client import HEALTH_SECONDS, CoreClient
 from .input_session import StreamingInput, session_outputs
-from .live_calls import LiveCalls
 from .output_stream import OutputStream
 from .plugin_events import PluginEvents
 from .pooling import PoolingPrompt, PoolingState, PoolingStream

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..live.engine_jobs import (
+from .engine_jobs import (
     LEASE_SECONDS,
     TAGS,
     AskLive,
@@ -21,10 +21,10 @@ from ..live.engine_jobs import (
     Sleep,
     WakeUp,
 )
-from ..live.weight_update import WeightUpdate
+from .weight_update import WeightUpdate
 
 if TYPE_CHECKING:
-    from ..live.weight_update import Weights
+    from .weight_update import Weights
 
 
 class LiveCalls(ABC):
