@@ -436,9 +436,9 @@ def _as_written(call: dict[str, Any]) -> dict[str, Any]:
     text.
     """
     function = dict(call["function"])
-    given = function.get("arguments")
-    read = None if isinstance(given, Verbatim) else arguments_object(given)
-    function["arguments"] = str(arguments_text(given)) if read is None else read
+    arguments = function.get("arguments")
+    read = None if isinstance(arguments, Verbatim) else arguments_object(arguments)
+    function["arguments"] = str(arguments_text(arguments)) if read is None else read
     return {**call, "function": function}
 
 

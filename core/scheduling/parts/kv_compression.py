@@ -143,7 +143,7 @@ class KVCompression(SchedulerPart):
         """Of running requests: blocks that compactions freed, and tokens that they dropped."""
         self._least_free = math.ceil((1 - rule.threshold) * services.kv.num_usable_blocks)
         """Free blocks below which caches are compacted."""
-        self._wanted = 0
+        self._num_lacking = 0
         """Blocks that the first waiting request lacked in the last plan."""
         self._promised: int | None = None
         """Likely growth of running requests in blocks, once computed."""
@@ -159,10 +159,10 @@ class KVCompression(SchedulerPart):
 
     def begin_plan(self, builder: PlanBuilder) -> None:
         self._promised = None
-        if self._wanted or self._kv.pool.num_free < self._least_free:
-            wanted = max(self._wanted, self._least_free)
-            self._relieve_early(self._requests.running.requests, wanted)
-            self._wanted = 0
+        if self._num_lacking or self._kv.pool.num_free < self._least_free:
+            num_blocks = max(self._num_lacking, self._least_free)
+            self._relieve_early(self._requests.running.requests, num_blocks)
+            self._num_lacking = 0
 
     def plan_part(self, step: int, builder: PlanBuilder) -> CompactionPlan | None:
         if not self._planned:
@@ -206,7 +206,7 @@ class KVCompression(SchedulerPart):
 
     def no_room(self, request: Request, hits: PrefixHits, reserve: int) -> None:
         """Compact for the first waiting request before the next plan's rows."""
-        self._wanted = self._kv.blocks_missing(request.num_tokens, hits) + reserve
+        self._num_lacking = self._kv.blocks_missing(request.num_tokens, hits) + reserve
 
     def enter(self, request: Request, hits: PrefixHits) -> None:
         rule = self._rule.of(request.params.kv_compression)

@@ -128,13 +128,13 @@ class HostAdapters:
             raise ConfigError(
                 f"r: the adapter has a rank of {file.rank}, and max_lora_rank is {most}", param="r"
             )
-        wanted = self._config.lora_target_modules
+        targets = self._config.lora_target_modules
         names = [each.name for each in file.low_rank]
         names += [each.name for each in file.experts]
         names += [each.name for each in file.token_rows]
         if not (names or file.replaced):
             raise ConfigError(f"{PARAM}: the adapter changes nothing", param=PARAM)
-        others = [name for name in names if wanted and name.rpartition(".")[2] not in wanted]
+        others = [name for name in names if targets and name.rpartition(".")[2] not in targets]
         if others:
             raise ConfigError(
                 f"lora_target_modules: the adapter changes {others[0]}, which is not among them",

@@ -119,8 +119,8 @@ async def scored(
     """Score what follows the context. ratio: None keeps all, as a reference for later ones."""
     end = sizes.context + sizes.scored
     output = await ask(engine, tokens[:end], ratio, REFERENCE if ratio is None else COMPARED)
-    found = list(positions(output, sizes.context))
-    return Scores(sum(each.logprob for each in found), len(found))
+    logprobs = list(positions(output, sizes.context))
+    return Scores(sum(each.logprob for each in logprobs), len(logprobs))
 
 
 async def copied(
@@ -131,8 +131,8 @@ async def copied(
     passage = tokens[first : first + CUE + COPIED]
     prompt = tokens[: sizes.context] + passage
     output = await ask(engine, prompt, None if policy == WHOLE else ratio, None)
-    found = list(positions(output, sizes.context + CUE))
-    return Scores(0.0, 0, sum(each.rank == 1 for each in found), len(found))
+    logprobs = list(positions(output, sizes.context + CUE))
+    return Scores(0.0, 0, sum(each.rank == 1 for each in logprobs), len(logprobs))
 
 
 async def ask(

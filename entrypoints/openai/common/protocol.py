@@ -163,8 +163,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
         if self.return_tokens_as_token_ids is None:
             self.return_tokens_as_token_ids = options.tokens_as_token_ids
         if self.stream and options.force_include_usage:
-            given = self.stream_options or StreamOptions()
-            self.stream_options = msgspec.structs.replace(given, include_usage=True)
+            settings = self.stream_options or StreamOptions()
+            self.stream_options = msgspec.structs.replace(settings, include_usage=True)
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
