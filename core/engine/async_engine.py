@@ -171,6 +171,7 @@ class AsyncEngine(AdapterCalls, LiveCalls):
         iteration ends with the inputs, and leaving it aborts the request that runs. options: see
         `RequestOptions`.
         """
+        Envelope.of(**options)  # Now, not with the first input.
         return session_outputs(self, inputs, params, options)
 
     def chat(

@@ -63,9 +63,10 @@ class Envelope(NamedTuple):
     def split(cls, options: ChatRequestOptions) -> tuple[Envelope, ChatOptions]:
         """Return the envelope of a chat request, and how its messages become a prompt. Raises as
         `of`."""
-        rendering = cast(dict[str, Any], options).copy()
-        names = RequestOptions.__annotations__.keys() & rendering.keys()
-        envelope = cls.of(**{name: rendering.pop(name) for name in names})
+        own = cast(dict[str, Any], options).copy()
+        names = ChatOptions.__annotations__.keys() & own.keys()
+        rendering = {name: own.pop(name) for name in names}
+        envelope = cls.of(**own)
         return envelope, cast(ChatOptions, rendering)
 
 

@@ -46,7 +46,7 @@ class PassGraphs:
         self,
         *,
         observe: Callable[[torch.Tensor, int], torch.Tensor | None] | None,
-        known_tokens: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], KnownTokens],
+        known: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], KnownTokens],
         propose: Callable[[KnownTokens], Drafts],
         batch: PersistentBatch,
         record: Recorder,
@@ -58,7 +58,7 @@ class PassGraphs:
         int32, and states of the step's tokens → the rows' tokens; `propose`: their drafts;
         `widths`: tokens of each row, where all have as many.
         """
-        self._observe, self._known_tokens, self._propose = observe, known_tokens, propose
+        self._observe, self._known_tokens, self._propose = observe, known, propose
         self._batch, self._record = batch, record
         max_rows = batch.num_slots
         alike = () if observe is None else sorted(set(widths), reverse=True)
