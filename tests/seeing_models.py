@@ -16,6 +16,7 @@ import transformers
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 TEXT: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -62,7 +63,7 @@ def own(name: str, **options: Any) -> Callable[[Path], Any]:
 def parts_of(folder: Path) -> tuple[Any, Any]:
     """Return the image processor and the tokenizer there."""
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
-    return transformers.AutoImageProcessor.from_pretrained(folder, backend="pil"), tokenizer
+    return AutoImageProcessor.from_pretrained(folder, backend="pil"), tokenizer
 
 
 class Pixtral:

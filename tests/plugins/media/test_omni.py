@@ -15,6 +15,7 @@ from hearing_models import RATE, in_seconds, means_of_two, sound
 from safetensors.torch import save_file
 from seeing_models import MROPE, TEMPLATE, TEXT, picture, randomize, tokenizer_with
 from test_videos import pairs
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.plugins.media.omni import OmniVideo, Qwen3OmniVideo
@@ -146,7 +147,7 @@ def expected(made: Made, name: str) -> tuple[int, list[int]]:
     """Return the number of tokens of the prompt and the output, by `transformers` alone."""
     pieces, seeds, lengths = PROMPTS[name]
     extractor = transformers.AutoFeatureExtractor.from_pretrained(made.folder)
-    images = transformers.AutoImageProcessor.from_pretrained(made.folder, backend="pil")
+    images = AutoImageProcessor.from_pretrained(made.folder, backend="pil")
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(made.folder)
     inputs: dict[str, Any] = {}
     units: list[int] = []
