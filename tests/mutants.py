@@ -147,14 +147,26 @@ def check_wholly(good: type[Kit], mutant: Mutant) -> None:
 def mutant_tests(good: type[Kit], mutants: Mapping[str, Mutant], *, cheap: bool = False) -> Any:
     """A test class over a table of mutants.
 
-    cheap: the kit takes so little that each mutant goes through all of it every time; otherwise
+    `make test` has one mutant for each of the kit's tests, and the nightly run all of them.
+
+    cheap: the kit takes so little that a mutant goes through all of it every time; otherwise
     `make test` runs the first test that must fail, and all of the kit is for the nightly run.
     """
     assert len(mutants) >= 8, "too few to tell whether the kit notices anything"
     each = pytest.mark.parametrize("mutant", mutants.values(), ids=mutants)
+    firsts: dict[str, str] = {}
+    for name, mutant in mutants.items():
+        firsts.setdefault(mutant.fails[0], name)
+    by_day = pytest.mark.parametrize(
+        "mutant",
+        [
+            pytest.param(m, id=name, marks=[pytest.mark.slow] * (firsts[m.fails[0]] != name))
+            for name, m in mutants.items()
+        ],
+    )
 
     class TestMutants:
-        @each
+        @by_day
         def test_the_kit_notices(self, mutant: Mutant) -> None:
             (check_wholly if cheap else check_quickly)(good, mutant)
 

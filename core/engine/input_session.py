@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidRequest
 from ..inputs import SinglePrompt, text_and_tokens
@@ -14,7 +14,6 @@ from ..sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from .async_engine import AsyncEngine
-    from .request_options import RequestOptions
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,9 @@ async def session_outputs(
     engine: AsyncEngine,
     inputs: AsyncIterable[StreamingInput],
     params: SamplingParams | None,
-    options: RequestOptions,
+    options: dict[str, Any],
 ) -> AsyncIterator[RequestOutput]:
-    """Yield the outputs of each input.
+    """Yield the outputs of each input; options: of `AsyncEngine.generate`.
 
     Each input is a request whose prompt begins with all that came before, which the prefix cache
     holds. As in vLLM, the last token of an output does not become part of the prompt.

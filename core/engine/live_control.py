@@ -120,8 +120,6 @@ class LiveControl:
         self._one = asyncio.Lock()
         """Calls about updates, one at a time."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._jobs: set[asyncio.Future[Answer]] = set()
-        """Jobs in progress, which outlive their callers."""
         self._serve: Mapping[type, Callable[[Any], Awaitable[Answer]]] = {
             Pause: self._pause,
             Resume: self._resume,
@@ -146,10 +144,7 @@ class LiveControl:
 
     async def do(self, job: LiveJob) -> Answer:
         """Do a job, also if its caller goes away. Raises what it says."""
-        task = asyncio.ensure_future(self._serve[type(job)](job))
-        self._jobs.add(task)
-        task.add_done_callback(self._jobs.discard)
-        return await asyncio.shield(task)
+        return await asyncio.shield(asyncio.ensure_future(self._serve[type(job)](job)))
 
     async def close(self) -> None:
         """End the leases."""

@@ -166,9 +166,9 @@ class Quiesce:
         """Context in which no step is in flight, and none is launched; one at a time."""
         async with self._one:
             reason = object()
-            idle = self._steps.hold(reason)
+            held = self._steps.hold(reason)
             try:
-                await idle.wait()
+                await held.wait()
                 yield
             finally:
                 self._steps.let_go(reason)

@@ -124,11 +124,11 @@ class StepLoop:
 
     def hold(self, holder: object) -> asyncio.Event:
         """Launch no further step, until `let_go`. Return what is set once none is in flight."""
-        idle = self._holders.setdefault(holder, asyncio.Event())
+        held = self._holders.setdefault(holder, asyncio.Event())
         if not self.running:
-            idle.set()
+            held.set()
         self._wake.set()
-        return idle
+        return held
 
     def let_go(self, holder: object) -> None:
         """Launch steps again, unless others hold them. Harmless without `hold`."""
@@ -190,14 +190,14 @@ class StepLoop:
         except BaseException as error:
             await asyncio.gather(*(future for _, future in in_flight), return_exceptions=True)
             self.died(error)
-            for idle in self._holders.values():  # Who waits for rest learns that from the engine.
-                idle.set()
+            for held in self._holders.values():  # Who waits for rest learns that from the engine.
+                held.set()
 
     async def _rest(self) -> None:
         """Wait for the end of a hold, or for something to publish."""
         self.publish(self.scheduler.take_failures())
-        for idle in self._holders.values():
-            idle.set()
+        for held in self._holders.values():
+            held.set()
         await self._wake.wait()
 
     async def _idle(self) -> None:
@@ -269,7 +269,7 @@ class StepLoop:
 
     def _fill(self, in_flight: InFlight) -> None:
         while len(in_flight) < self.steps_in_flight and not self._delay(in_flight):
-            start = self._timing.now()
+            begun = self._timing.now()
             if self.timeline is not None:
                 self.timeline.begin()
             plan = self.scheduler.schedule(self._timing.pace())
@@ -281,7 +281,7 @@ class StepLoop:
                 self.scheduler.not_taken(plan)
                 future = asyncio.get_running_loop().create_future()
                 future.set_exception(error)
-            self._timing.submitted(plan, start)
+            self._timing.submitted(plan, begun)
             self.scheduler.submitted()
             if self.timeline is not None:
                 self.timeline.planned(plan)

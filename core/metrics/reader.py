@@ -41,19 +41,19 @@ Metric: TypeAlias = Counter | Gauge | Histogram
 
 def read_metrics(text: str) -> list[Metric]:
     """Return the metrics of a rendering for Prometheus."""
-    metrics: list[Metric] = []
+    found: list[Metric] = []
     for family in text_string_to_metric_families(text):
         if family.type == "counter":
-            metrics += [
+            found += [
                 Counter(family.name, sample.labels, int(sample.value))
                 for sample in family.samples
                 if sample.name == f"{family.name}_total"
             ]
         elif family.type == "gauge":
-            metrics += [Gauge(family.name, each.labels, each.value) for each in family.samples]
+            found += [Gauge(family.name, each.labels, each.value) for each in family.samples]
         elif family.type == "histogram":
-            metrics += _histograms(family.name, family.samples)
-    return metrics
+            found += _histograms(family.name, family.samples)
+    return found
 
 
 def _histograms(name: str, samples: list[Sample]) -> list[Histogram]:

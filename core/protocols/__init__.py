@@ -17,7 +17,6 @@ from .attention import (
     ProjectedLayer,
     Projection,
 )
-from .audio import SpeechChat
 from .collectives import Collectives, CollectivesSetup
 from .executors import (
     EngineHosts,
@@ -143,7 +142,6 @@ __all__ = [
     "Speculator",
     "SpeculatorNeeds",
     "SpeculatorSetup",
-    "SpeechChat",
     "StepPart",
     "ToolCallArguments",
     "ToolCallEnd",

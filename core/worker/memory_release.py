@@ -176,11 +176,11 @@ class MemoryRelease:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    storages = {}
+    found = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage
-    return list(storages.values())
+        found[storage.data_ptr()] = storage
+    return list(found.values())
 
 
 def _on_host(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -40,8 +40,8 @@ def chosen(
             raise Refused(refused[key])
         if otherwise is not None:
             return otherwise(value)
-        names = ", ".join(sorted({*words, *unneeded}))
-        raise Refused(f"{value} is no value that is known here; these are: {names}")
+        known = ", ".join(sorted({*words, *unneeded}))
+        raise Refused(f"{value} is no value that is known here; these are: {known}")
 
     return Option("equivalent", text, nargs, become)
 

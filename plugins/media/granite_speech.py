@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.protocols.audio import SpeechChat
 from ...core.protocols.media import MediaSetup
 from ..models.whisper import triangles
 from .family import Family
@@ -67,10 +66,6 @@ class GraniteSpeech(Family):
     modalities = ("audio",)
     processors = {"audio": GraniteFeatures}
     encoder_class = AudioEncoder
-    speech_chat = SpeechChat(
-        "can you transcribe the speech into a written format?",
-        translation="translate the speech to English",
-    )
 
     @classmethod
     def refusal(cls, setup: MediaSetup) -> str | None:

@@ -31,8 +31,11 @@ def finish(command: Sequence[str], stdout: IO[bytes] | int) -> tuple[int, str]:
 @pytest.mark.parametrize(
     "command",
     [
-        "--help", "--version", "serve --help", "bench --help", "plugins --no-check",
-        "plugins --no-check --json",
+        "--help", "serve --help", "plugins --no-check",
+        *(
+            pytest.param(command, marks=pytest.mark.slow)
+            for command in ("--version", "bench --help", "plugins --no-check --json")
+        ),
     ],
 )  # fmt: skip
 def test_a_command_whose_reader_has_left_ends_without_a_word(command: str) -> None:

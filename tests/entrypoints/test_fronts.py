@@ -435,7 +435,7 @@ def test_files_and_batches_are_one_store_whichever_front_end_answers(server: Fro
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
 
 
-@pytest.mark.parametrize("front", ["1", "0"])
+@pytest.mark.parametrize("front", ["1", pytest.param("0", marks=pytest.mark.slow)])
 def test_a_killed_front_end_takes_its_streams_alone_and_is_restarted(
     server: Fronted, front: str
 ) -> None:

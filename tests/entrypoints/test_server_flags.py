@@ -24,9 +24,11 @@ from jackfield.entrypoints.server.serve_settings import (
     settings,
 )
 
+PARSER = make_parser()
+
 
 def flags(*argv: str) -> argparse.Namespace:
-    return make_parser().parse_args(list(argv))
+    return PARSER.parse_args(list(argv))
 
 
 def options(*argv: str) -> ServerOptions:

@@ -62,8 +62,11 @@ def make_certificate(folder: Path, name: str) -> None:
     )  # fmt: skip
 
 
+PARSER = make_parser()
+
+
 def flags(*argv: str) -> argparse.Namespace:
-    return make_parser().parse_args(list(argv))
+    return PARSER.parse_args(list(argv))
 
 
 def options(*argv: str) -> ServerOptions:

@@ -54,7 +54,7 @@ def values_of(nargs: int | str, value: str = "1") -> list[str]:
 
 
 def parsed(*words: str) -> dict[str, Any]:
-    return vars(make_parser().parse_args(list(words)))
+    return vars(PARSER.parse_args(list(words)))
 
 
 PLAIN = parsed()
@@ -108,7 +108,7 @@ def test_a_flag_without_effect_is_taken_and_changes_nothing(flag: str) -> None:
 @pytest.mark.parametrize("flag", MISSING)
 def test_a_missing_feature_is_named(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
-        make_parser().parse_args(["model", flag, "other"])
+        PARSER.parse_args(["model", flag, "other"])
     assert raised.value.code == 2
     assert f"{flag}: {MISSING[flag]}" in capsys.readouterr().err
 
@@ -214,7 +214,7 @@ def test_keys_given_one_by_one_add_to_a_whole_value() -> None:
     words = ["--hf-overrides.b", "2", "--hf-overrides", '{"a": 1, "b": 1}', "--hf-overrides.c=x"]
     assert parsed(*words)["hf_overrides"] == {"a": 1, "b": 2, "c": "x"}
     with_flag = ["--eplb-config.window-size", "5", "--eplb-config.log_balancedness", "true"]
-    options = engine_options(make_parser().parse_args(with_flag))
+    options = engine_options(PARSER.parse_args(with_flag))
     assert options["eplb_config"] == {"window_size": 5, "log_balancedness": True}
 
 
@@ -234,7 +234,7 @@ def test_a_value_that_nothing_is_equal_to_is_refused(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as raised:
-        make_parser().parse_args(words)
+        PARSER.parse_args(words)
     assert raised.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"jackfield serve: error: {words[0]}: ")
@@ -410,7 +410,7 @@ def test_whole_numbers_may_end_in_a_letter(text: str, value: object, tmp_path: P
 @pytest.mark.parametrize("text", ["k", "1.0001k", "1.5", "2kk", "2 k", "1e3", "-1k", "2b", "1_0k"])
 def test_other_letters_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
-        make_parser().parse_args([f"--max-model-len={text}"])
+        PARSER.parse_args([f"--max-model-len={text}"])
     assert raised.value.code == 2
     error = capsys.readouterr().err
     assert f"--max-model-len: must be a whole number, got '{text}', or auto" in error
@@ -436,7 +436,7 @@ def test_the_log_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_expert_parallelism_has_vllms_short_name() -> None:
-    assert make_parser().parse_args(["-ep"]).enable_expert_parallel is True
+    assert PARSER.parse_args(["-ep"]).enable_expert_parallel is True
 
 
 # ---------------------------------------------------------------- --device-ids
@@ -446,18 +446,18 @@ def test_device_ids_are_those_that_cuda_sees(monkeypatch: pytest.MonkeyPatch) ->
     """Put into the environment as given, and never in place of what is there."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # Restored at the end, whatever is set below.
-    args = make_parser().parse_args(["--device-ids", "1, 0"])
+    args = PARSER.parse_args(["--device-ids", "1, 0"])
     engine_config(args, "")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
     engine_config(args, "")
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES says '1,0'"):
-        engine_config(make_parser().parse_args(["--device-ids", "2"]), "")
+        engine_config(PARSER.parse_args(["--device-ids", "2"]), "")
 
 
 @pytest.mark.parametrize("text", ["", "0,,1", "0,0", "gpu", "-1"])
 def test_other_device_ids_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        make_parser().parse_args([f"--device-ids={text}"])
+        PARSER.parse_args([f"--device-ids={text}"])
     assert "--device-ids" in capsys.readouterr().err
 
 

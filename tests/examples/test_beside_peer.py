@@ -99,6 +99,7 @@ def waits_for_ever(folder: Path) -> tuple[str, str]:
     return str(checkpoint), forked.python_path(site)
 
 
+@pytest.mark.slow
 def test_one_engine_fails_and_the_others_are_measured(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
     ended = beside(tmp_path, "run", "--models", missing, EMBEDDED, *SMALL, "--no-compile")

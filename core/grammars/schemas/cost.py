@@ -89,11 +89,11 @@ def _is_plain_number(value: Any) -> bool:
 
 
 def _values(value: Any) -> Iterator[Any]:
-    pending = [value]
-    while pending:
-        value = pending.pop()
+    todo = [value]
+    while todo:
+        value = todo.pop()
         yield value
         if isinstance(value, dict):
-            pending.extend(value.values())
+            todo.extend(value.values())
         elif isinstance(value, list):
-            pending.extend(value)
+            todo.extend(value)

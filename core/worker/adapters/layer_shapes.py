@@ -24,8 +24,8 @@ def sharding_of(layer: Any) -> Sharding | None:
     """Return what this rank has of a layer's weight; None: all."""
     if isinstance(layer, QuantizedLinear):
         return layer.sharding
-    sharding: Sharding | None = getattr(layer, "shardings", {}).get("weight")
-    return sharding
+    found: Sharding | None = getattr(layer, "shardings", {}).get("weight")
+    return found
 
 
 def out_features(layer: Any) -> int:

@@ -92,14 +92,13 @@ def _message(item: Item, path: str) -> Item:
         )
     content = item.get("content")
     if isinstance(content, str):
-        content_parts = [{"text": content}]
+        given = [{"text": content}]
     else:
-        content_parts = parts_of(content, f"{path}.content", media=role == "user")
+        given = parts_of(content, f"{path}.content", media=role == "user")
     part: Item = {"type": "output_text" if role == "assistant" else "input_text"}
     extra: Item = {"annotations": [], "logprobs": []} if role == "assistant" else {}
     parts = [
-        each if isinstance(each, MediaContent) else {**part, **each, **extra}
-        for each in content_parts
+        each if isinstance(each, MediaContent) else {**part, **each, **extra} for each in given
     ]
     return _identified(item, "message", role=role, content=parts)
 

@@ -138,10 +138,9 @@ def _function(tool: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _client_function(tool: dict[str, Any], path: str) -> dict[str, Any]:
-    client_tool = CLIENT_TOOLS[tool["type"]]
+    known = CLIENT_TOOLS[tool["type"]]
     own = _function({k: v for k, v in tool.items() if k in ("description", "parameters")}, path)
-    described = {"description": client_tool.description, "parameters": client_tool.parameters}
-    return {"name": "", **described, **own}
+    return {"name": "", "description": known.description, "parameters": known.parameters, **own}
 
 
 def _check_description(tool: dict[str, Any], path: str) -> None:

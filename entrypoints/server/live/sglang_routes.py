@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
@@ -254,9 +253,7 @@ async def update_weights_from_tensor(request: web.Request) -> web.Response:
     async def work() -> str:
         body = await decode_body(request, FromTensors)
         flattened = body.load_format == "flattened_bucket"
-        buckets = await asyncio.to_thread(
-            read_sglang_tensors, body.serialized_named_tensors, flattened=flattened
-        )
+        buckets = read_sglang_tensors(body.serialized_named_tensors, flattened=flattened)
         await ask(request, OpenTensors(buckets=buckets))
         return "Success"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from base64 import b64decode
 from typing import Any, Literal
 
@@ -233,11 +232,11 @@ async def update_weights(request: web.Request) -> web.Response:
     """
     if request.content_type == "application/octet-stream":
         body = await request.read()
-        parts, begin = await asyncio.to_thread(read_header, body)
+        parts, begin = read_header(body)
         await ask(request, PutTensors(parts=parts, data=body[begin:]))
     else:
         info = (await decode_body(request, UpdateWeights)).update_info
-        await ask(request, await asyncio.to_thread(info.job))
+        await ask(request, info.job())
     return reply({"message": "Weights received"})
 
 

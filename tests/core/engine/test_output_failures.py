@@ -70,8 +70,8 @@ async def final(stream: Any) -> Any:
         (EngineMetrics, "observe_first_token", "error"),
         # What only counts has no part in the output.
         (EngineMetrics, "observe_inter_token", "length"),
-        (EngineMetrics, "observe_finished", "length"),
-        (EngineMetrics, "observe_step", "length"),
+        pytest.param(EngineMetrics, "observe_finished", "length", marks=pytest.mark.slow),
+        pytest.param(EngineMetrics, "observe_step", "length", marks=pytest.mark.slow),
         (PluginEvents, "request_finished", "length"),
     ],
 )

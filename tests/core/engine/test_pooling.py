@@ -375,8 +375,14 @@ async def test_types_that_the_model_has_no_table_for_are_left_out(tmp_path: Path
         close(output.outputs.data, reference_logits(folder, output.prompt_token_ids).sigmoid())
 
 
-@pytest.mark.parametrize("family", DECODERS)
-@pytest.mark.parametrize("kind", ["ForCausalLM", "Model"])
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        *(("ForCausalLM", family) for family in DECODERS),
+        ("Model", DECODERS[0]),
+        *(pytest.param("Model", family, marks=pytest.mark.slow) for family in DECODERS[1:]),
+    ],
+)
 async def test_decoders_are_pooled_over_chunks(family: str, kind: str, tmp_path: Path) -> None:
     """Prompts of many chunks; the second round finds what the first left in the cache."""
     folder = save_decoder(tmp_path, family, kind)

@@ -128,7 +128,7 @@ def mimo(folder: Path) -> dict[str, Any]:
 
 
 def test_mixes_give_the_tokens_of_an_engine_without_drafts(tmp_path: Path) -> None:
-    Engines(tmp_path, METHODS).check(3)
+    Engines(tmp_path, METHODS).check(2)
     Engines(tmp_path, MTP, **mimo(tmp_path)).check(2)
 
 

@@ -139,7 +139,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 def asking(**options: Any) -> SamplingParams:
     return SamplingParams(
-        **{"temperature": 0.8, "max_tokens": 24, "seed": 3, "ignore_eos": True, **options}
+        **{"temperature": 0.8, "max_tokens": 18, "seed": 3, "ignore_eos": True, **options}
     )
 
 
@@ -324,7 +324,7 @@ def test_mixes_of_rows_give_the_tokens_of_an_engine_without_drafts(
     capability: str, tmp_path: Path
 ) -> None:
     engines = Engines(tmp_path, **CAPABILITIES[capability])
-    check_mixes(engines, 6)
+    check_mixes(engines, 4)
     engines.close()
 
 

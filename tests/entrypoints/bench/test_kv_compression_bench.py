@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,19 @@ import torch
 from jackfield import LLM, SamplingParams
 from jackfield.core.nn.attention import Attention
 from jackfield.entrypoints.bench.kv_compression import command, measure
-from jackfield.entrypoints.bench.kv_compression.command import library_text, run
+from jackfield.entrypoints.bench.kv_compression.command import run
 
 SIZES = ["--context", "96", "--scored", "24", "--samples", "1", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def text() -> Iterator[str]:
+    """The beginning of the library's text, of which a sample is the first part: all of it takes
+    seconds to encode."""
+    beginning = command.library_text()[:20_000]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "library_text", lambda: beginning)
+        yield beginning
 
 
 def bench(folder: Path, *more: str) -> list[dict[str, Any]]:
@@ -56,10 +67,10 @@ def test_levels_stand_beside_compressors_with_their_bytes(tmp_path: Path) -> Non
     assert rounded["recall"] >= cut["recall"]
 
 
-def test_perplexity_is_that_of_the_next_tokens(windows: list[dict[str, Any]]) -> None:
+def test_perplexity_is_that_of_the_next_tokens(windows: list[dict[str, Any]], text: str) -> None:
     whole = windows[0]
     with LLM(device="cpu", dtype="float32", enable_prefix_caching=False) as llm:
-        tokens = llm.get_tokenizer().encode(library_text(), add_special_tokens=False)
+        tokens = llm.get_tokenizer().encode(text, add_special_tokens=False)
         prompt = list(tokens)[: 96 + 24]
         (output,) = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))
     pairs = list(zip(prompt, output.prompt_logprobs, strict=True))[96:]

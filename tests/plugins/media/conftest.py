@@ -17,12 +17,17 @@ OF_THE_ENGINE = (
     "test_preempted_prompts_are_encoded_and_placed_again",
     "test_the_prefix_cache_knows_pictures_by_content",
 )
+PROMPTS = "test_each_prompt_says_what_transformers_says"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Mark the others as slow."""
+    """Mark the others as slow, and of each family's prompts all or the few that are not its own."""
     for item in items:
-        name, _, family = item.name.partition("[")
-        if name in OF_THE_ENGINE and family.rstrip("]") not in BY_DAY:
+        name, _, of = item.name.partition("[")
+        family, _, cases = of.rstrip("]").partition("-")
+        by_day = family in BY_DAY
+        if (name in OF_THE_ENGINE and not by_day) or (
+            name == PROMPTS and cases == ("few" if by_day else "all")
+        ):
             item.add_marker(pytest.mark.slow)
