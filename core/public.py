@@ -57,7 +57,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "PlainConfig",
             "PlainText", "PoolingModel", "ProcessedMedia", "ProcessedRows", "ProjectedLayer",
             "Projection", "QuantizationMethod", "RankState", "Reasoning", "ReasoningParser",
-            "RequestText", "RopeSections", "SchedulePolicy", "Spans", "Speculator",
+            "RequestText", "RopeSections", "SchedulePolicy", "Spans", "SpeechChat", "Speculator",
             "SpeculatorNeeds", "SpeculatorSetup", "StepPart", "ToolCallArguments", "ToolCallEnd",
             "ToolCallStart", "ToolParser", "Vocabulary", "WeightLoader",
         ),

@@ -17,11 +17,11 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     A name that only resembles another means something else (`--nnodes` is not `--model`), so
     resemblance alone gives no hint.
     """
-    given = _words(name)
+    words = _words(name)
     costs: dict[int, list[str]] = {}
-    for known in names:
-        if (cost := _cost(given, _words(known))) is not None:
-            costs.setdefault(cost, []).append(known)
+    for other in names:
+        if (cost := _cost(words, _words(other))) is not None:
+            costs.setdefault(cost, []).append(other)
     if not costs:
         return None
     cheapest = costs[min(costs)]
@@ -32,19 +32,19 @@ def _words(name: str) -> list[str]:
     return [word for word in re.split(r"[-_.\s]+", name.lower()) if word]
 
 
-def _cost(given: list[str], known: list[str]) -> int | None:
+def _cost(words: list[str], others: list[str]) -> int | None:
     """Return the number of slips, or LEFT_OUT and the number of words left out; None if the names
     are too different."""
-    if len(given) == len(known):
-        slips = [_distance(*pair) for pair in zip(given, known, strict=True)]
-        allowed = [_allowed(word) for word in given]
-        if len(given) == 1 and len(given[0]) == len(known[0]) < 4:
+    if len(words) == len(others):
+        slips = [_distance(*pair) for pair in zip(words, others, strict=True)]
+        allowed = [_allowed(word) for word in words]
+        if len(words) == 1 and len(words[0]) == len(others[0]) < 4:
             return None  # Of so short a word another letter makes another word.
-        if all(map(operator.le, slips, allowed)) and sum(slips) <= _allowed("".join(given)):
+        if all(map(operator.le, slips, allowed)) and sum(slips) <= _allowed("".join(words)):
             return sum(slips)
-    elif "".join(given) == "".join(known):
+    elif "".join(words) == "".join(others):
         return 1
-    return LEFT_OUT + len(known) - len(given) if _abbreviates(given, known) else None
+    return LEFT_OUT + len(others) - len(words) if _abbreviates(words, others) else None
 
 
 def _allowed(word: str) -> int:
@@ -52,15 +52,15 @@ def _allowed(word: str) -> int:
     return 1 if len(word) < 8 else 2
 
 
-def _abbreviates(given: list[str], known: list[str]) -> bool:
+def _abbreviates(words: list[str], others: list[str]) -> bool:
     """Return whether each given word is one of the known words, in order, or four or more letters
     that one begins with: max-len of max-model-len. A single word abbreviates only a single one."""
-    if len(given) == 1 < len(known):
+    if len(words) == 1 < len(others):
         return False
-    rest = iter(known)
+    rest = iter(others)
     return all(
         any(other == word or (len(word) >= 4 and other.startswith(word)) for other in rest)
-        for word in given
+        for word in words
     )
 
 
@@ -72,8 +72,8 @@ def _distance(one: str, other: str) -> int:
     row = list(range(len(other) + 1))
     for i, letter in enumerate(one, 1):
         before, above, row = row, before, [i]
-        for j, wanted in enumerate(other, 1):
-            best = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != wanted))
-            swapped = i > 1 and j > 1 and (letter, one[i - 2]) == (other[j - 2], wanted)
+        for j, character in enumerate(other, 1):
+            best = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != character))
+            swapped = i > 1 and j > 1 and (letter, one[i - 2]) == (other[j - 2], character)
             row.append(min(best, above[j - 2] + 1) if swapped else best)
     return row[-1]

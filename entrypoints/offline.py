@@ -282,13 +282,13 @@ class LLM:
         params = pooling_params or PoolingParams()
         if truncate_prompt_tokens is not None:
             params = msgspec.structs.replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
-        given = {} if instruction is None else {"instruction": instruction}
+        instructions = {} if instruction is None else {"instruction": instruction}
         return self._run(
             score_all(
                 self.engine,
                 list(zip(first, second, strict=True)),
                 params,
-                template_kwargs={**(chat_template_kwargs or {}), **given},
+                template_kwargs={**(chat_template_kwargs or {}), **instructions},
             )
         )
 

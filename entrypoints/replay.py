@@ -152,10 +152,10 @@ class _Replay:
         step = entry.step if isinstance(entry, FailureEntry) else entry.result.step
         # A step that fails at its launch fails before the result of the one before it comes.
         entries = (entry for entry in self._flying if entry[0].step == step)
-        if (found := next(entries, None)) is None:
+        if (recorded := next(entries, None)) is None:
             raise ConfigError(f"{path}: there is a result of step {step}, which was not planned")
-        self._flying.remove(found)
-        plan, future = found
+        self._flying.remove(recorded)
+        plan, future = recorded
         self._requests |= {start.slot: start.request_id for start in plan.starts}
         try:
             result = await future
@@ -176,9 +176,9 @@ class _Replay:
 
     def _difference(self, plan: StepPlan, there: StepResult, here: StepResult) -> str | None:
         """Return the first difference of two results."""
-        num_rows, wanted = len(there.counts), len(plan.slots)
-        if num_rows != wanted:
-            return f"step {plan.step}: the recording's result has {num_rows} rows of {wanted}"
+        num_rows, num_slots = len(there.counts), len(plan.slots)
+        if num_rows != num_slots:
+            return f"step {plan.step}: the recording's result has {num_rows} rows of {num_slots}"
         try:
             tokens = there.rows()
         except ValueError as error:

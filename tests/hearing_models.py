@@ -178,7 +178,8 @@ FAMILIES: dict[str, Family] = {
             "audio_config": {**PLAIN, "max_source_positions": 40, "intermediate_size": 128},
             "audio_token_id": 300,
         },
-        {**EXTRACTOR, "hop_length": 200}, ("[AUDIO]", "[BEGIN_AUDIO]"), "[BEGIN_AUDIO][AUDIO]",
+        {**EXTRACTOR, "hop_length": 200},
+        ("[AUDIO]", "[BEGIN_AUDIO]", "[INST]", "[/INST]", "[TRANSCRIBE]"), "[BEGIN_AUDIO][AUDIO]",
         voxtral,
     ),
     "AudioFlamingo3ForConditionalGeneration": Family(

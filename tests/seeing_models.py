@@ -16,6 +16,7 @@ import transformers
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 TEXT: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -62,7 +63,7 @@ def own(name: str, **options: Any) -> Callable[[Path], Any]:
 def parts_of(folder: Path) -> tuple[Any, Any]:
     """Return the image processor and the tokenizer there."""
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
-    return transformers.AutoImageProcessor.from_pretrained(folder, backend="pil"), tokenizer
+    return AutoImageProcessor.from_pretrained(folder, backend="pil"), tokenizer
 
 
 class Pixtral:
@@ -227,6 +228,28 @@ GLM4V = Family(
     ("<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>"),
     "<|begin_of_image|><|image|><|end_of_image|>",
     by_replacing("Glm4vProcessor", "glm4v", image_token="<|image|>"),
+)
+LLAVA_NEXT = Family(
+    {
+        "text_config": {**TEXT, "model_type": "mistral"},
+        "vision_config": {**TOWER, "model_type": "clip_vision_model", "projection_dim": 32},
+        "image_token_id": 300,
+        "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]],
+    },
+    "LlavaNextImageProcessorPil",
+    {
+        "size": {"shortest_edge": 32},
+        "crop_size": {"height": 32, "width": 32},
+        "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]],
+    },
+    ("<image>",),
+    "<image>",
+    own(
+        "LlavaNextProcessor",
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ),
 )
 FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": Family(
@@ -411,22 +434,9 @@ FAMILIES: dict[str, Family] = {
         ),
         "<|image|>", llama4_reference,
     ),
-    "LlavaNextForConditionalGeneration": Family(
-        {
-            "text_config": {**TEXT, "model_type": "mistral"},
-            "vision_config": {**TOWER, "model_type": "clip_vision_model", "projection_dim": 32},
-            "image_token_id": 300, "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]],
-        },
-        "LlavaNextImageProcessorPil",
-        {
-            "size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32},
-            "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]],
-        },
-        ("<image>",), "<image>",
-        own(
-            "LlavaNextProcessor", patch_size=8, vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,
-        ),
+    "LlavaNextForConditionalGeneration": LLAVA_NEXT,
+    "LlavaNextVideoForConditionalGeneration": LLAVA_NEXT._replace(
+        config=LLAVA_NEXT.config | {"video_token_id": 301}, specials=("<image>", "<video>")
     ),
     "AyaVisionForConditionalGeneration": Family(
         {
@@ -476,7 +486,7 @@ FAMILIES: dict[str, Family] = {
         },
         "GotOcr2ImageProcessorPil",
         {"size": {"height": 32, "width": 32}, "min_patches": 1, "max_patches": 4},
-        ("<IMG_CONTEXT>", "<img>", "</img>"), "<IMG_CONTEXT>",
+        ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"), "<IMG_CONTEXT>",
         by_replacing(
             "InternVLProcessor", "internvl", {"crop_to_patches": True}, image_token="<IMG_CONTEXT>",
             start_image_token="<img>", end_image_token="</img>", image_seq_length=4,

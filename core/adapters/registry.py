@@ -33,7 +33,7 @@ from ..lora_request import (
     unknown_adapter,
 )
 from ..metrics.adapter_metrics import AdapterCounts
-from ..parts.adapters import NAME, AdapterUse
+from ..parts.adapters import MAX_LOADS, NAME, AdapterUse
 from ..registry import Plugins
 from ..request import RequestSpec
 from ..scheduling.parts.adapters import Adapters
@@ -45,8 +45,6 @@ from .host_memory import Adapter, HostMemory, Loaded
 logger = logging.getLogger("jackfield.adapters")
 K = TypeVar("K")
 T = TypeVar("T")
-MAX_LOADS = 4
-"""Adapters that are loaded by name at once, beside `max_cpu_loras` in host memory."""
 MAX_NAMES = 10_000
 """Adapters that are known by name; a list of them takes 50 ms."""
 
@@ -105,10 +103,10 @@ class AdapterRegistry:
                     "encoder-decoder models do not do",
                     param="model",
                 )
-            found = first_position(spec.prompt_token_ids, info.invocation_tokens)
-            if found is None:
+            position = first_position(spec.prompt_token_ids, info.invocation_tokens)
+            if position is None:
                 return spec
-            first = found
+            first = position
         use = AdapterUse(loaded.number, loaded.units, first)
         # A KV connector may be shared with engines that compute adapters in another type.
         dtype = self._config.lora_dtype
@@ -344,9 +342,9 @@ class AdapterRegistry:
     def _get(self, name: str, tenant: str | None, shared: bool = True) -> Adapter | None:
         """Return what a name stands for, for a tenant: its own adapter before everyone's."""
         if tenant is None:
-            found = self._adapters.get(("", name))
-            if found is not None:
-                return found
+            adapter = self._adapters.get(("", name))
+            if adapter is not None:
+                return adapter
             return next((each for each in self._adapters.values() if each.name == name), None)
         own = self._adapters.get((tenant, name))
         return own or (self._adapters.get(("", name)) if shared else None)

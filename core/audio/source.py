@@ -19,8 +19,8 @@ def make_source(audio: AudioSource, data: Any) -> Source:
     or what this function has returned}. Takes long: resampling and a spectrum. Raises
     InvalidRequest."""
     if isinstance(data, dict) and isinstance(data.get("audio"), Source):
-        made: Source = data["audio"]
-        return made
+        source: Source = data["audio"]
+        return source
     samples = _samples(data, audio.sampling_rate)
     if len(samples) > audio.max_samples:
         raise InvalidRequest(

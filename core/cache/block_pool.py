@@ -104,10 +104,10 @@ class BlockPool:
             self._hashes[block_id] = None
         self._cached.clear()
 
-    def check(self, held: Iterable[int]) -> None:
-        """Raise AssertionError unless `held` (one entry per holder) explains all counts."""
+    def check(self, references: Iterable[int]) -> None:
+        """Raise AssertionError unless `references` (one entry per holder) explains all counts."""
         expected = [0] * self.num_blocks
-        for block_id in held:
+        for block_id in references:
             expected[block_id] += 1
         assert expected[NULL_BLOCK] == 0, "the null block is held by a request"
         for block_id, (want, have) in enumerate(zip(expected, self._ref_counts, strict=True)):

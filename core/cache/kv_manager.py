@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
-from ..parts.kv_compression import Compaction
 from ..request import Request
 from ..step import TableWrite
 from .block_pool import NULL_BLOCK, BlockPool
@@ -74,13 +71,6 @@ class KVCacheManager:
         """Requests with full, unregistered blocks."""
         self._local = [n for n, group in enumerate(self.groups) if group.reach is not None]
         self.whole_groups = [n for n, group in enumerate(self.groups) if group.reach is None]
-        reaches = [reach for group in self.groups for reach in (group.reach, *group.inner_reaches)]
-        self._reaches = [reach for reach in reaches if reach is not None]
-        """All layers', with a window or chunks."""
-        self._drop_unit = math.lcm(
-            block_size if self._local else 1, *(reach.alignment for reach in self._reaches)
-        )
-        """Compactions drop multiples of this."""
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -282,24 +272,7 @@ class KVCacheManager:
         request.num_dropped_tokens = 0
         request.level_tokens = request.level_positions = ()
 
-    # ------------------------------------------------------------ compaction
-
-    def possible_length(self, num_tokens: int, kept: int) -> int:
-        """Return the fewest tokens, `kept` or more, to which a cache of `num_tokens` can be
-        compacted: what the next token sees in a window or in chunks stays.
-        """
-        if not self._reaches:
-            return kept
-        seen = min(reach.first_visible(num_tokens) for reach in self._reaches)
-        unit = self._drop_unit
-        return num_tokens - max(0, min(num_tokens - kept, seen)) // unit * unit
-
-    def most_after(self, kept: int) -> int:
-        """Return a bound of `possible_length`, of however many tokens."""
-        if not self._reaches:
-            return kept
-        longest = max(reach.most_tokens for reach in self._reaches)
-        return max(kept, longest) + self._drop_unit - 1
+    # ------------------------------------------------------------ for compactions
 
     def num_held(self, request: Request) -> int:
         """Return the request's blocks, over groups."""
@@ -312,65 +285,11 @@ class KVCacheManager:
         `num_tokens`, with at most `max_chunk` of them per step.
         """
         blocks, max_chunk = 0, max_chunk or self.max_chunk
-        held = zip(self.groups, request.tables, request.num_released_blocks, strict=True)
-        for group, table, released in held:
+        groups = zip(self.groups, request.tables, request.num_released_blocks, strict=True)
+        for group, table, released in groups:
             most = group.most_blocks(num_tokens, self.block_size, max_chunk)
             blocks += max(0, most - (len(table) - released))
         return blocks
-
-    def blocks_saved(self, num_tokens: int, most: int) -> int:
-        """Return the blocks, over groups, that a sequence needs less if its cache never holds more
-        than `most` of `num_tokens`.
-        """
-        return len(self.whole_groups) * (self.blocks_for(num_tokens) - self.blocks_for(most))
-
-    def compaction_gain(self, request: Request, kept: int, transfers: Iterable[int] = ()) -> int:
-        """Return how many blocks a compaction to `kept` tokens would free; negative if others hold
-        its blocks. transfers: references to ignore.
-        """
-        pool, gain, held = self.pool, 0, Counter[int]()
-        for number in self.whole_groups:
-            table = request.tables[number]
-            own = sum(map(pool.is_private, table))
-            if own < len(table) and (held := held or Counter(transfers)):
-                own = sum(pool.num_holders(block_id) - held[block_id] == 1 for block_id in table)
-            gain += own - self.blocks_for(kept)
-        return gain
-
-    def compact(self, request: Request, kept: int, read: set[int]) -> Compaction | None:
-        """Give the request blocks for `kept` of its tokens, a `possible_length`, and release the
-        others; None, unchanged, without room.
-
-        Prefers fresh blocks, so that the prompt's stay cached; otherwise its first own ones, unless
-        shared. Blocks of groups with a reach stay as they are.
-
-        read: blocks read by compactions of the plan, which this one must not write; its own are
-        added.
-        """
-        pool, num_tokens, count = self.pool, request.num_kv_tokens, self.blocks_for(kept)
-        whole = [request.tables[number] for number in self.whole_groups]
-        self.register(request)
-        first = [block_id for table in whole for block_id in table[:count]]
-        needed = count * len(whole)
-        fresh = pool.next_free(needed)
-        if len(fresh) == needed and read.isdisjoint(fresh):
-            new = iter(pool.allocate(needed))
-            for number, table in zip(self.whole_groups, whole, strict=True):
-                pool.release(table)
-                request.tables[number] = list(islice(new, count))
-        elif all(map(pool.is_private, first)) and read.isdisjoint(first):
-            for block_id in first:
-                pool.forget(block_id)
-            for number, table in zip(self.whole_groups, whole, strict=True):
-                pool.release(table[count:])
-                request.tables[number] = table[:count]
-        else:
-            return None
-        read.update(chain.from_iterable(whole))
-        self.drop_columns(request, (num_tokens - kept) // self.block_size)
-        request.compacted = True
-        request.num_dropped_tokens += num_tokens - kept
-        return Compaction(request.slot, num_tokens, kept, tuple(map(tuple, request.tables)))
 
     def drop_columns(self, request: Request, columns: int) -> None:
         """Let the tables of groups with a reach begin later, by `columns` that are not read any

@@ -45,7 +45,7 @@ class LevelFormat(NamedTuple):
 def parse_levels(text: str) -> tuple[CacheLevel, ...]:
     """Return the levels besides the newest tokens. Raises ValueError, with what is wrong."""
     words = [word.strip() for word in text.split(",")]
-    found = []
+    levels = []
     for number, word in enumerate(words):
         match = GRAMMAR.fullmatch(word)
         if match is None:
@@ -62,9 +62,9 @@ def parse_levels(text: str) -> tuple[CacheLevel, ...]:
                     "(16:1@0); begin it at 1 or more"
                 )
             continue
-        found.append(level)
-    _check_levels(found)
-    return tuple(found)
+        levels.append(level)
+    _check_levels(levels)
+    return tuple(levels)
 
 
 def _check_levels(levels: Sequence[CacheLevel]) -> None:

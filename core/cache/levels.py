@@ -91,7 +91,7 @@ class LeveledTables:
         tokens = self.tokens(request)
         positions = [tokens[0], *(request.level_positions or [0] * (len(tokens) - 1))]
         first = sum(map(self._columns, range(1, len(tokens)), tokens[1:]))
-        held = Counter(transfers)
+        references = Counter(transfers)
         steps: list[Step] = []
         # The oldest level first, from the oldest source: a token is rounded as rarely as possible.
         for target in range(len(self._ages) - 1, 0, -1):
@@ -103,7 +103,7 @@ class LeveledTables:
                 gain = len(self._kv.whole_groups) * -self._new_blocks(step, tokens)
                 gain += step.num_blocks * len(self._kv.whole_groups)
                 if number == 0:
-                    gain -= self._shared(request, first, first + step.num_blocks, held)
+                    gain -= self._shared(request, first, first + step.num_blocks, references)
                 if gain <= 0:
                     continue
                 first += step.num_blocks if number == 0 else 0
@@ -144,11 +144,11 @@ class LeveledTables:
             for level, kept in step.kept
         )
 
-    def _shared(self, request: Request, first: int, end: int, held: Counter[int]) -> int:
+    def _shared(self, request: Request, first: int, end: int, references: Counter[int]) -> int:
         """Return how many blocks of these columns others have, too, over groups."""
         pool = self._kv.pool
         return sum(
-            pool.num_holders(block_id) - held[block_id] > 1
+            pool.num_holders(block_id) - references[block_id] > 1
             for number in self._kv.whole_groups
             for block_id in request.tables[number][first:end]
         )
@@ -181,14 +181,14 @@ class LeveledTables:
             targets = []
             for level, kept in step.kept:
                 had = tokens[level]
-                begun = self._columns(level, had) - had // self._sizes[level]
+                has_partial_block = self._columns(level, had) - had // self._sizes[level]
                 end = self._columns(level, had + kept)
                 tables: list[tuple[int, ...]] = [()] * len(kv.groups)
                 for number in groups:
                     segment = segments[number][level]
                     segment += [fresh.pop() for _ in range(end - len(segment))]
                     tables[number] = tuple(segment[had // self._sizes[level] : end])
-                first = had % self._sizes[level] if begun else 0
+                first = had % self._sizes[level] if has_partial_block else 0
                 targets.append(LevelTarget(level, first, kept, tuple(tables)))
             blocks: list[tuple[int, ...]] = [()] * len(kv.groups)
             for number, own in sources.items():

@@ -48,11 +48,11 @@ class BlockHasher:
     def _late(self, request: Request) -> dict[int, bytes]:
         """Return the numbers of the blocks that have an entry of `Request.late_extra`, and what is
         added to them."""
-        found: dict[int, bytes] = {}
+        entries: dict[int, bytes] = {}
         for entry in request.late_extra:
             block = entry[0] // self.block_size
-            found[block] = found.get(block, b"") + repr(entry).encode()
-        return found
+            entries[block] = entries.get(block, b"") + repr(entry).encode()
+        return entries
 
     def root(self, request: Request) -> bytes:
         """Return the hash of a request's dependencies besides tokens."""

@@ -89,19 +89,19 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
     def _resolve_hub_names(self, convert: Callable[[str, Any], None]) -> None:
         """Resolve hub names (hf://owner/name@revision) to name and revision. Raises ConfigError."""
         for option, revision in (("model", "revision"), ("tokenizer", "tokenizer_revision")):
-            value, given = getattr(self, option), getattr(self, revision)
+            value, pinned = getattr(self, option), getattr(self, revision)
             name = local_or_hub_name(value, option) if isinstance(value, str) else value
             if not isinstance(name, HubName):
                 convert(option, name)
                 continue
-            if name.revision is not None and given not in (None, name.revision):
+            if name.revision is not None and pinned not in (None, name.revision):
                 raise ConfigError(
-                    f"{revision}: {option} {value!r} names another revision than {given!r}; leave "
+                    f"{revision}: {option} {value!r} names another revision than {pinned!r}; leave "
                     "one of them out",
                     param=revision,
                 )
             convert(option, name.repo)
-            convert(revision, name.revision or given)
+            convert(revision, name.revision or pinned)
 
     def _check_fields(self) -> None:
         """Check values against annotations; structs may be dicts."""

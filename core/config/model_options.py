@@ -141,6 +141,6 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         doc("Values that replace those of the checkpoint's config.json."),
     ] = None
 
-    def template_kwargs(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    def template_kwargs(self, request_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the arguments that a request gives to the chat template, over the defaults."""
-        return {**(self.default_chat_template_kwargs or {}), **(given or {})}
+        return {**(self.default_chat_template_kwargs or {}), **(request_kwargs or {})}

@@ -113,18 +113,18 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def read(cls, value: dict[str, Any] | SpeculativeConfig) -> SpeculativeConfig:
         """Return the configuration. The speculator's own options stand beside the others, as vLLM
         writes them. Raises ConfigError."""
-        given = value if isinstance(value, dict) else msgspec.structs.asdict(value)
+        options = value if isinstance(value, dict) else msgspec.structs.asdict(value)
         own = set(cls.__struct_fields__)
-        fields = {name: given[name] for name in own & given.keys()}
+        fields = {name: options[name] for name in own & options.keys()}
         try:
-            if others := {name: given[name] for name in given.keys() - own}:
+            if others := {name: options[name] for name in options.keys() - own}:
                 fields["options"] = {**fields.get("options", {}), **others}
             config = msgspec.convert(fields, cls, strict=False)  # vLLM takes "65536".
         except (msgspec.ValidationError, TypeError) as error:
-            raise ConfigError(f"{FIELD}: {error} (got {given!r})", param=FIELD) from None
+            raise ConfigError(f"{FIELD}: {error} (got {options!r})", param=FIELD) from None
         if not config.method and not config.model:
             raise ConfigError(
-                f"{FIELD}: name a method, or the model that drafts (got {given!r})", param=FIELD
+                f"{FIELD}: name a method, or the model that drafts (got {options!r})", param=FIELD
             )
         return config
 

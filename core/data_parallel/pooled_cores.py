@@ -85,7 +85,7 @@ class PooledCores:
         self.plugins = plugins
         self.requests = RequestTracker()
         self.members: list[Member] = []
-        self._asked = config
+        self._unresolved_config = config
         """Unresolved: members resolve it."""
         self._environments: list[dict[str, str]] = []
         """Of local members."""
@@ -164,7 +164,7 @@ class PooledCores:
 
     def _setup(self, number: int, attempt: int) -> Setup:
         """Return the setup of a member's start number `attempt`."""
-        config = self._asked
+        config = self._unresolved_config
         if config.record_steps is not None:
             again = f"-{attempt}" if attempt else ""
             path = f"{config.record_steps}.{number}{again}"

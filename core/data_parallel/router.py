@@ -74,21 +74,21 @@ class Router:
     def place(self, spec: RequestSpec, members: Sequence[int]) -> Placement:
         """Choose one of `members`, and count the request for it."""
         hashes = self._hashes(spec) if self._finds_prefixes else []
-        known = {member: self._num_known(member, hashes) if spec.reads_cache else 0
+        known_tokens = {member: self._num_known(member, hashes) if spec.reads_cache else 0
                  for member in members}  # fmt: skip
         count = len(self.loads)
         member = min(
             members,
-            key=lambda m: (self.loads[m] - known[m], self.num_requests[m],
+            key=lambda m: (self.loads[m] - known_tokens[m], self.num_requests[m],
                            (m - self._last - 1) % count),
         )  # fmt: skip
         self._last = member
         self._remember(member, hashes)
         placement = Placement(
             member,
-            prompt_cost=len(spec.prompt_token_ids) - known[member],
+            prompt_cost=len(spec.prompt_token_ids) - known_tokens[member],
             output_cost=spec.params.n * min(spec.max_tokens, EXPECTED_TOKENS),
-            num_known_tokens=known[member],
+            num_known_tokens=known_tokens[member],
         )
         self.loads[member] += placement.prompt_cost + placement.output_cost
         self.num_requests[member] += 1

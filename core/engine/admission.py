@@ -15,7 +15,6 @@ from ..config import EngineConfig
 from ..errors import ContextLengthExceeded, InvalidRequest
 from ..inputs import Prompt, is_single, text_and_tokens
 from ..loading.model_config import ModelConfig, SourceConfig
-from ..lora_request import AdapterRef
 from ..parts.encoder_decoder import Source
 from ..parts.media import MediaItem
 from ..protocols.audio import AudioSource
@@ -25,6 +24,7 @@ from ..request import GrammarRequest, RequestSpec
 from ..sampling_params import SamplingParams, all_ints
 from ..scheduling.limits import RequestLimits
 from ..text.token_limit import TokenLimit
+from .request_options import Envelope
 from .text_processor import TextProcessor
 
 BadWords: TypeAlias = tuple[tuple[int, ...], ...]
@@ -283,13 +283,9 @@ class Admission:
         prompt: PreparedPrompt,
         params: SamplingParams,
         grammar: GrammarRequest,
-        request_id: str,
-        priority: int,
-        cache_salt: str | None,
-        data_parallel_rank: int | None,
-        adapter: AdapterRef | None,
+        envelope: Envelope,
     ) -> RequestSpec:
-        """Check the parameters with this prompt, and fill in defaults. request_id: the caller's."""
+        """Check the parameters with this prompt, and fill in defaults."""
         num_prompt = len(prompt.token_ids)
         self._check_params(params)
         self._check_length(num_prompt, params)
@@ -313,19 +309,15 @@ class Admission:
         if params.allowed_token_ids is not None and params.structured_outputs is None:
             _check_choice(params, eos, bad_words)
         return RequestSpec(
-            request_id=request_id,
+            **envelope._asdict(),
             prompt_token_ids=prompt.token_ids,
             params=params,
             max_tokens=max_tokens,
             eos_token_ids=eos,
             bad_words_token_ids=bad_words,
             grammar=grammar,
-            priority=priority,
-            cache_salt=cache_salt,
             source=prompt.source,
             media=prompt.media,
-            data_parallel_rank=data_parallel_rank,
-            adapter=adapter,
         )
 
     def check_num_logprobs(self, prompt_lengths: Sequence[int], params: SamplingParams) -> None:

@@ -9,41 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import prometheus_client as prometheus
 
+from ..adapters.adapter_calls import AdapterCalls
 from ..config import EngineConfig
-from ..errors import EngineStopped, InvalidRequest
+from ..errors import EngineStopped
 from ..inputs import ChatMessage, Prompt
-from ..live.engine_jobs import (
-    LEASE_SECONDS,
-    TAGS,
-    AskLive,
-    BeginUpdate,
-    CallWorkers,
-    LiveJob,
-    Pause,
-    PauseMode,
-    ResetPrefixCache,
-    Resume,
-    Sleep,
-    WakeUp,
-)
-from ..live.weight_update import WeightUpdate
+from ..live.engine_jobs import LiveJob, ResetPrefixCache
+from ..live.live_calls import LiveCalls
 from ..loading.model_config import ModelConfig
-from ..lora_request import (
-    AdapterCard,
-    AdapterRef,
-    FindAdapter,
-    ListAdapters,
-    LoadAdapter,
-    LoRARequest,
-    PinAdapter,
-    UnloadAdapter,
-)
+from ..lora_request import AdapterCard, AdapterJob, ListAdapters
 from ..make_core import make_core
 from ..metrics.plugin_metrics import add_plugin_metrics
 from ..outputs import EngineStats, RequestOutput
@@ -59,12 +37,10 @@ from .input_session import StreamingInput, session_outputs
 from .output_stream import OutputStream
 from .plugin_events import PluginEvents
 from .pooling import PoolingPrompt, PoolingState, PoolingStream
-from .request_entry import Envelope, RequestEntry
+from .request_entry import RequestEntry
+from .request_options import ChatRequestOptions, Envelope, RequestOptions
 from .request_state import RequestState
 from .text_processor import ChatOptions, TextProcessor
-
-if TYPE_CHECKING:
-    from ..live.weight_update import Weights
 
 T = TypeVar("T")
 NOT_STARTED = "the engine has not started, which `async with` or start() does"
@@ -72,7 +48,7 @@ MAX_TOKENIZED = 1 << 17
 """Most tokens of a text only tokenized, or four times the context."""
 
 
-class AsyncEngine:
+class AsyncEngine(AdapterCalls, LiveCalls):
     """Serves requests with a core, by default one in this process.
 
     Use as an async context manager, or call `start` and `stop`. All methods belong to the event
@@ -165,33 +141,17 @@ class AsyncEngine:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        data_parallel_rank: int | None = None,
-        lora_request: LoRARequest | None = None,
-        adapter: str | AdapterRef | None = None,
+        **options: Unpack[RequestOptions],
     ) -> OutputStream:
         """Complete `prompt` (text, token ids or `{"prompt_token_ids": [...]}`).
 
         Without `params`, the checkpoint's defaults apply (`model_config.sampling`).
-        data_parallel_rank: the member that runs it, of several (`data_parallel_size`); None: the
-        one that knows most of the prompt, or has least to do.
-        lora_request: the adapter that the request uses, loaded if need be; or `adapter`, the name
-        of one.
+        options: see `RequestOptions`.
 
         Return an async iterator of RequestOutput. Its first step raises InvalidRequest (with the
         field's name), EngineOverloaded or EngineStopped.
         """
-
-        envelope = Envelope(
-            request_id or "",
-            priority,
-            cache_salt,
-            data_parallel_rank,
-            _adapter_ref(lora_request, adapter),
-        )
+        envelope = Envelope.of(**options)
 
         async def start() -> RequestState:
             return await self._entry_here().complete(prompt, params, envelope)
@@ -202,29 +162,16 @@ class AsyncEngine:
         self,
         inputs: AsyncIterable[StreamingInput],
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        data_parallel_rank: int | None = None,
-        lora_request: LoRARequest | None = None,
-        adapter: str | AdapterRef | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]:
         """Append inputs to one prompt as they come, and yield the outputs that follow each.
 
         An input waits until the output before it has finished; that output, but for its last token,
         is then part of the prompt, whose tokens are cached (`enable_prefix_caching`). The
-        iteration ends with the inputs, and leaving it aborts the request that runs. The other
-        arguments are those of `generate`.
+        iteration ends with the inputs, and leaving it aborts the request that runs. options: see
+        `RequestOptions`.
         """
-        options = {
-            "request_id": request_id,
-            "priority": priority,
-            "cache_salt": cache_salt,
-            "data_parallel_rank": data_parallel_rank,
-            "lora_request": lora_request,
-            "adapter": adapter,
-        }
+        Envelope.of(**options)  # Now, not with the first input.
         return session_outputs(self, inputs, params, options)
 
     def chat(
@@ -232,31 +179,20 @@ class AsyncEngine:
         messages: Sequence[ChatMessage],
         params: SamplingParams | None = None,
         *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        data_parallel_rank: int | None = None,
-        lora_request: LoRARequest | None = None,
-        adapter: str | AdapterRef | None = None,
         prediction: str | None = None,
-        **options: Unpack[ChatOptions],
+        **options: Unpack[ChatRequestOptions],
     ) -> OutputStream:
         """Complete OpenAI-style messages through the model's chat template, or `chat_template`.
 
         prediction: what the output is expected to be. The output is the same; it comes in fewer
-        steps if the engine's speculator uses it. options: see `ChatOptions`.
+        steps if the engine's speculator uses it. options: see `RequestOptions` and `ChatOptions`.
         """
-
-        envelope = Envelope(
-            request_id or "",
-            priority,
-            cache_salt,
-            data_parallel_rank,
-            _adapter_ref(lora_request, adapter),
-        )
+        envelope, rendering = Envelope.split(options)
 
         async def start() -> RequestState:
-            return await self._entry_here().chat(messages, params, envelope, prediction, **options)
+            return await self._entry_here().chat(
+                messages, params, envelope, prediction, **rendering
+            )
 
         return OutputStream(start, self.core.abort_request)
 
@@ -265,28 +201,18 @@ class AsyncEngine:
         prompt: PoolingPrompt,
         params: PoolingParams | None = None,
         *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        data_parallel_rank: int | None = None,
-        lora_request: LoRARequest | None = None,
-        adapter: str | AdapterRef | None = None,
         add_special_tokens: bool = True,
+        **options: Unpack[RequestOptions],
     ) -> PoolingStream:
         """Compute a vector for `prompt`: text, token ids, or a pair of texts for a cross-encoder.
+
+        options: see `RequestOptions`.
 
         Await the result for the PoolingRequestOutput, or iterate over the one output. Raises
         InvalidRequest (with the field's name), EngineOverloaded, EngineStopped, and RequestFailed
         if the request alone fails or is aborted.
         """
-
-        envelope = Envelope(
-            request_id or "",
-            priority,
-            cache_salt,
-            data_parallel_rank,
-            _adapter_ref(lora_request, adapter),
-        )
+        envelope = Envelope.of(**options)
 
         async def start() -> PoolingState:
             entry = self._entry_here()
@@ -304,157 +230,15 @@ class AsyncEngine:
             self.core.abort_request(state)
         return state is not None
 
-    # ------------------------------------------------------------ adapters
+    # ------------------------------------------------------------ adapters and live operation
 
-    async def add_lora(
-        self, lora_request: LoRARequest, *, owner: str = "", pinned: bool = False
-    ) -> AdapterCard:
-        """Load an adapter, or with `load_inplace` another content under its name, for requests from
-        now on.
-
-        owner: the only tenant that may use it (`Tenant.owner`); "": everyone may. Raises
-        InvalidRequest if it cannot be served, or its name is taken.
-        """
-        job = LoadAdapter(
-            name=lora_request.lora_name,
-            path=lora_request.lora_path,
-            load_inplace=lora_request.load_inplace,
-            parent=lora_request.base_model_name,
-            owner=owner,
-            int_id=lora_request.lora_int_id,
-            pinned=pinned,
-        )
-        return await self.load_adapter(job)
-
-    async def load_adapter(self, job: LoadAdapter) -> AdapterCard:
-        """Load an adapter, of which more can be said. Raises InvalidRequest."""
+    async def ask_adapters(self, job: AdapterJob) -> list[AdapterCard]:
         self._started_entry()
-        [card] = await self.core.ask_adapters(job)
-        return card
-
-    async def remove_lora(self, lora: int | str, *, tenant: str | None = None) -> bool:
-        """Forget an adapter, by its `lora_int_id` or its name; requests that have it go on, and its
-        memory is free when the last of them ends.
-
-        tenant: whose it must be; None: anyone's. Return whether there was such an adapter.
-        """
-        self._started_entry()
-        return bool(await self.core.ask_adapters(UnloadAdapter(**_identified(lora), tenant=tenant)))
-
-    async def pin_lora(self, lora: int | str, *, pinned: bool = True) -> bool:
-        """Keep an adapter in the device's memory, or no longer. Return whether there is such an
-        adapter. Raises InvalidRequest if others would have no room."""
-        self._started_entry()
-        return bool(await self.core.ask_adapters(PinAdapter(**_identified(lora), pinned=pinned)))
-
-    async def find_adapter(self, ref: AdapterRef) -> AdapterCard:
-        """Return the adapter that a request would use, which a resolver may find. Raises
-        ModelNotFound."""
-        self._started_entry()
-        [card] = await self.core.ask_adapters(FindAdapter(ref=ref))
-        return card
-
-    async def list_loras(self) -> list[AdapterCard]:
-        """Return the adapters that are known, by name; none without `enable_lora`."""
-        self._started_entry()
-        if not self.config.enable_lora:
+        if isinstance(job, ListAdapters) and not self.config.enable_lora:
             return []
-        return await self.core.ask_adapters(ListAdapters())
-
-    # ------------------------------------------------------------ live operation
-
-    async def pause_generation(
-        self,
-        mode: PauseMode = "abort",
-        *,
-        clear_cache: bool = True,
-        lease: float | None = LEASE_SECONDS,
-    ) -> dict[str, Any]:
-        """Launch no further step, and return once the device is idle, with what `AskLive` says.
-
-        mode: "abort" ends requests with what they have, "wait" lets them run to their end first;
-        new requests are refused with EnginePaused. "keep" lets requests go on after the pause, and
-        new ones wait. clear_cache: forget cached prefixes; kept requests are computed again. lease:
-        seconds after which the pause ends by itself; None: never.
-        """
-        return await self.ask_live(Pause(mode=mode, clear_cache=clear_cache, lease=lease))
-
-    async def resume_generation(self) -> None:
-        """End a pause. Harmless without one."""
-        await self.ask_live(Resume())
-
-    async def is_paused(self) -> bool:
-        """Return whether a pause has brought the engine to rest."""
-        return bool((await self.ask_live(AskLive()))["is_paused"])
-
-    async def weights_version(self) -> str:
-        """Return the version of the weights that serve: "default" until the first update."""
-        return str((await self.ask_live(AskLive()))["weights_version"])
-
-    async def begin_weight_update(self, *, lease: float | None = LEASE_SECONDS) -> WeightUpdate:
-        """Begin to take other weights while the present ones serve, which needs as much memory as
-        the model.
-
-        lease: seconds without a call about it after which it is given up; None: never. Raises
-        Conflict while another one is in progress.
-        """
-        self._started_entry()
-        return await WeightUpdate.begin(self.core.ask_live, BeginUpdate(lease=lease))
-
-    async def update_weights(
-        self, weights: Weights, *, version: str | None = None, recompute: bool | None = None
-    ) -> dict[str, Any]:
-        """Serve with other weights from now on, all of them or none. Return what `CommitUpdate`
-        says.
-
-        weights: a checkpoint's folder on the engine's machine, or its tensors: (name, tensor), each
-        once. version: their name. recompute: whether requests that run are computed again with the
-        new weights; None: unless a pause keeps them with their caches. Raises InvalidRequest if the
-        weights are not whole or do not fit, and then the old ones serve on.
-        """
-        async with await self.begin_weight_update() as update:
-            if isinstance(weights, str | os.PathLike):
-                await update.read(weights)
-            else:
-                await update.put(weights)
-            return await update.commit(version, recompute=recompute)
-
-    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> dict[str, Any]:
-        """Pause, and give the memory of weights and caches back; return what `Sleep` says.
-
-        level: 1 keeps the weights' numbers in host memory, 2 drops them. mode: what becomes of
-        requests, as in `pause_generation`.
-        """
-        return await self.ask_live(Sleep(level=level, mode=mode))
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
-        """Take the memory again, of "weights" or "kv_cache" alone if asked; once all is there,
-        requests run. Return what `WakeUp` says. Dropped weights are read again."""
-        return await self.ask_live(WakeUp(tags=TAGS if tags is None else tuple(tags)))
-
-    async def is_sleeping(self) -> bool:
-        """Return whether memory is given back, of weights or caches."""
-        return bool((await self.ask_live(AskLive()))["is_sleeping"])
-
-    async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method that a part of a plugin offers (`WorkerPart.methods`) on each rank, between
-        two steps; return what the first rank of each engine returns.
-
-        timeout: seconds to wait; the call goes on. Raises InvalidRequest for other names,
-        TimeoutError, and PluginError if it raises.
-        """
-        job = CallWorkers(method=method, args=tuple(args), kwargs=dict(kwargs or {}))
-        answer = await asyncio.wait_for(self.ask_live(job), timeout)
-        return list(answer["results"])
+        return await self.core.ask_adapters(job)
 
     async def ask_live(self, job: LiveJob) -> dict[str, Any]:
-        """Do a job on the living engine, and return what it says. Raises as it says."""
         self._started_entry()
         return await self.core.ask_live(job)
 
@@ -674,27 +458,3 @@ class AsyncEngine:
             if self._entry is not None:
                 raise
             raise EngineStopped(NOT_STARTED) from None
-
-
-def _adapter_ref(
-    lora_request: LoRARequest | None, adapter: str | AdapterRef | None
-) -> AdapterRef | None:
-    """Return the adapter of a request. Raises InvalidRequest."""
-    if lora_request is not None:
-        if adapter is not None:
-            raise InvalidRequest(
-                "adapter: a request has one adapter, and lora_request names one; leave one of "
-                "them out",
-                param="adapter",
-            )
-        if not isinstance(lora_request, LoRARequest):
-            kind = type(lora_request).__name__
-            raise InvalidRequest(
-                f"lora_request: must be a LoRARequest, got {kind}", param="lora_request"
-            )
-        return AdapterRef.of(lora_request)
-    return adapter if isinstance(adapter, AdapterRef | None) else AdapterRef(adapter)
-
-
-def _identified(lora: int | str) -> dict[str, Any]:
-    return {"int_id": lora} if isinstance(lora, int) else {"name": lora}

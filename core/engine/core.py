@@ -181,9 +181,9 @@ class EngineCore:
 
     async def _resolve(self) -> None:
         """Resolve the configuration while the executor prepares the device."""
-        given, plugins = self.config, self.plugins
-        check_names(given, plugins)
-        config = resolve_config(given, plugins)
+        unresolved, plugins = self.config, self.plugins
+        check_names(unresolved, plugins)
+        config = resolve_config(unresolved, plugins)
         executor_class = plugins["executor"].load(config.executor)
         executor_class.start_ahead(config)
         ready = asyncio.ensure_future(
@@ -195,7 +195,7 @@ class EngineCore:
             # The executor's start fails with the same error of the device again, and reports it.
             await asyncio.gather(ready, return_exceptions=True)
         config, self.model_config = await asyncio.to_thread(
-            resolve_runner, given, config, model_config, plugins
+            resolve_runner, unresolved, config, model_config, plugins
         )
         self.config = resolve_parsers(config, self.model_config, plugins)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import InvalidRequest
 from ..inputs import SinglePrompt, text_and_tokens
@@ -14,6 +14,7 @@ from ..sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from .async_engine import AsyncEngine
+    from .request_options import RequestOptions
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ async def session_outputs(
     engine: AsyncEngine,
     inputs: AsyncIterable[StreamingInput],
     params: SamplingParams | None,
-    options: dict[str, Any],
+    options: RequestOptions,
 ) -> AsyncIterator[RequestOutput]:
-    """Yield the outputs of each input; options: of `AsyncEngine.generate`.
+    """Yield the outputs of each input.
 
     Each input is a request whose prompt begins with all that came before, which the prefix cache
     holds. As in vLLM, the last token of an output does not become part of the prompt.

@@ -120,6 +120,8 @@ class LiveControl:
         self._one = asyncio.Lock()
         """Calls about updates, one at a time."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._jobs: set[asyncio.Future[Answer]] = set()
+        """Jobs in progress, which outlive their callers."""
         self._serve: Mapping[type, Callable[[Any], Awaitable[Answer]]] = {
             Pause: self._pause,
             Resume: self._resume,
@@ -144,7 +146,10 @@ class LiveControl:
 
     async def do(self, job: LiveJob) -> Answer:
         """Do a job, also if its caller goes away. Raises what it says."""
-        return await asyncio.shield(asyncio.ensure_future(self._serve[type(job)](job)))
+        task = asyncio.ensure_future(self._serve[type(job)](job))
+        self._jobs.add(task)
+        task.add_done_callback(self._jobs.discard)
+        return await asyncio.shield(task)
 
     async def close(self) -> None:
         """End the leases."""

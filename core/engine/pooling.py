@@ -15,7 +15,6 @@ from ..errors import ContextLengthExceeded, InvalidRequest, RequestFailed
 from ..inputs import SinglePrompt, is_single, text_and_tokens
 from ..loading.model_config import ModelConfig
 from ..loading.pooling_config import PoolingConfig
-from ..lora_request import AdapterRef
 from ..outputs import FinishReason, PoolingRequestOutput, RequestTimings
 from ..pooling_params import TOKEN_TASKS, PooledRow, PoolingOutput, PoolingParams, TextPair
 from ..request import Request, RequestSpec
@@ -23,6 +22,7 @@ from ..sampling_params import SamplingParams, all_ints
 from ..scheduling.limits import RequestLimits
 from ..text.token_limit import TokenLimit
 from .admission import PreparedPrompt, check_limits, check_vocabulary
+from .request_options import Envelope
 from .text_processor import TextProcessor
 
 PoolingPrompt: TypeAlias = SinglePrompt | TextPair
@@ -53,8 +53,8 @@ class PoolingAdmission:
         """
         limit = self._limit(params)
         if isinstance(prompt, Mapping) and is_single(prompt):
-            given, token_ids = text_and_tokens(prompt)
-            prompt = token_ids if token_ids is not None else given  # type: ignore[assignment]
+            content, token_ids = text_and_tokens(prompt)
+            prompt = token_ids if token_ids is not None else content  # type: ignore[assignment]
         text: str | None = None
         pair: str | None = None
         types: tuple[int, ...] = ()
@@ -88,23 +88,15 @@ class PoolingAdmission:
         self,
         prompt: PreparedPrompt,
         params: PoolingParams,
-        request_id: str,
-        priority: int,
-        cache_salt: str | None,
-        data_parallel_rank: int | None,
-        adapter: AdapterRef | None,
+        envelope: Envelope,
     ) -> RequestSpec:
-        """Accept a request. request_id: the caller's; params: completed."""
+        """Accept a request. params: completed."""
         check_limits(self.limits, len(prompt.token_ids), 1)
         return RequestSpec(
-            request_id=request_id,
+            **envelope._asdict(),
             prompt_token_ids=prompt.token_ids,
             params=_NO_SAMPLING,
             max_tokens=1,
-            priority=priority,
-            cache_salt=cache_salt,
-            data_parallel_rank=data_parallel_rank,
-            adapter=adapter,
             pooling=params,
             token_type_ids=prompt.token_type_ids,
             reads_cache=params.task not in TOKEN_TASKS and self.pooling.pooling_type == "LAST",

@@ -39,22 +39,22 @@ class Timeline:
         """full: called after the last step."""
         self.spans: list[tuple[str, int, int, int, dict[str, Any]]] = []
         """Name, thread, begin, end, arguments."""
-        self._begun = time.time_ns()
+        self._span_start = time.time_ns()
         self._submitted: dict[int, int] = {}
         """Step → time."""
         self._left = max_steps
         self._full = full
 
     def begin(self) -> None:
-        self._begun = time.time_ns()
+        self._span_start = time.time_ns()
 
     def planned(self, plan: StepPlan) -> None:
         now = self._submitted[plan.step] = time.time_ns()
         facts = {"step": plan.step, "tokens": plan.total_tokens, "rows": len(plan.slots)}
-        self.spans.append(("plan", LOOP_THREAD, self._begun, now, facts))
+        self.spans.append(("plan", LOOP_THREAD, self._span_start, now, facts))
 
     def ended(self, plan: StepPlan, result: StepResult) -> None:
-        now = self._begun = time.time_ns()
+        now = self._span_start = time.time_ns()
         submitted = self._submitted.pop(plan.step, None)
         if submitted is not None:  # Else it began before the profile.
             name = f"step {plan.step}: {plan.total_tokens} tokens"
@@ -64,7 +64,7 @@ class Timeline:
 
     def published(self, plan: StepPlan) -> None:
         self.spans.append(
-            ("publish", LOOP_THREAD, self._begun, time.time_ns(), {"step": plan.step})
+            ("publish", LOOP_THREAD, self._span_start, time.time_ns(), {"step": plan.step})
         )
         self._left -= 1
         if self._left == 0:

@@ -166,9 +166,9 @@ class Quiesce:
         """Context in which no step is in flight, and none is launched; one at a time."""
         async with self._one:
             reason = object()
-            held = self._steps.hold(reason)
+            idle = self._steps.hold(reason)
             try:
-                await held.wait()
+                await idle.wait()
                 yield
             finally:
                 self._steps.let_go(reason)

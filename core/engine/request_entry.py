@@ -6,7 +6,7 @@ import functools
 import uuid
 from collections.abc import Mapping, Sequence
 from contextvars import copy_context
-from typing import Any, NamedTuple, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import msgspec
 
@@ -25,19 +25,11 @@ from ..text.token_limit import LONG_TEXT, TokenLimit
 from .admission import Admission, PreparedPrompt, request_limits
 from .core_client import CoreClient
 from .pooling import PoolingAdmission, PoolingPrompt, PoolingState
+from .request_options import Envelope
 from .request_state import RequestState
 from .text_processor import ChatOptions, TextProcessor
 
 S = TypeVar("S", RequestState, PoolingState)
-
-
-class Envelope(NamedTuple):
-    request_id: str
-    """The caller's id; "": random."""
-    priority: int
-    cache_salt: str | None
-    data_parallel_rank: int | None = None
-    adapter: AdapterRef | None = None
 
 
 class RequestEntry:
@@ -225,7 +217,7 @@ class RequestEntry:
         pooling = admission.pooling.completed(params or PoolingParams())
         envelope = self._open(envelope)
         prepared = await admission.prepare(prompt, pooling, add_special_tokens)
-        spec = admission.admit(prepared, pooling, *envelope)
+        spec = admission.admit(prepared, pooling, envelope)
         return await self.core.add_request(
             spec,
             lambda requests: self._with_context(PoolingState(prepared.text, requests[0])),
@@ -240,7 +232,7 @@ class RequestEntry:
         prediction: Sequence[int] = (),
     ) -> RequestState:
         """prediction: tokens of the expected output."""
-        spec = await self.admission.admit(prompt, params, grammar, *envelope)
+        spec = await self.admission.admit(prompt, params, grammar, envelope)
         if prediction:
             spec = msgspec.structs.replace(spec, prediction_token_ids=list(prediction))
         num_logprobs = self.admission.most_logprobs(spec)

@@ -261,7 +261,13 @@ def resolve_media(
     check_exclusions([*active_capabilities(config), media_part.NAME])
     with registry.calling(architecture, "spans"):
         spans = media.spans(setup)
-    return dataclasses.replace(model_config, media=MediaConfig(architecture, modalities, spans))
+    speech = None
+    if "audio" in modalities and hasattr(media, "speech"):
+        with registry.calling(architecture, "speech"):
+            speech = media.speech(setup)
+    return dataclasses.replace(
+        model_config, media=MediaConfig(architecture, modalities, spans, speech)
+    )
 
 
 def _sequences(value: Any) -> tuple[tuple[int, ...], ...]:

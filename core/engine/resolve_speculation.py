@@ -23,10 +23,10 @@ def resolve_speculation(
     """Return the configuration with method, model and number of drafts. Raises ConfigError with
     what is missing.
     """
-    given = config.speculative_config
-    if given is None:
+    speculation = config.speculative_config
+    if speculation is None:
         return config
-    method, raw = given.method, None
+    method, raw = speculation.method, None
     if method == AUTO:
         method = _carried(dict(model_config.hf_config.to_dict()), plugins)
         if method is None:
@@ -34,27 +34,28 @@ def resolve_speculation(
             return msgspec.structs.replace(config, speculative_config=None)
         logger.info("speculative_config: the checkpoint drafts with %s", method)
     if method is None:
-        raw = _draft_config(str(given.model), given.revision)
-        method = _recognized(raw, str(given.model), plugins)
-        logger.info("speculative_config: %s drafts as %s", given.model, method)
+        raw = _draft_config(str(speculation.model), speculation.revision)
+        method = _recognized(raw, str(speculation.model), plugins)
+        logger.info("speculative_config: %s drafts as %s", speculation.model, method)
     speculator = plugins["speculator"].load(method)
     source = speculator.checkpoint
     beside = model_config.path / method
-    if source == "draft" and given.model is None and (beside / "config.json").is_file():
-        given = msgspec.structs.replace(given, model=str(beside))
-    if source == "draft" and given.model is None:
+    if source == "draft" and speculation.model is None and (beside / "config.json").is_file():
+        speculation = msgspec.structs.replace(speculation, model=str(beside))
+    if source == "draft" and speculation.model is None:
         raise ConfigError(
             f"{FIELD}: {method!r} drafts with a checkpoint of its own; name its folder or hub name "
             f"as model, or put it into {beside}",
             param=FIELD,
         )
-    if source == "none" and given.model is not None:
+    if source == "none" and speculation.model is not None:
         raise ConfigError(
-            f"{FIELD}: {method!r} has no weights; leave model ({given.model!r}) out", param=FIELD
+            f"{FIELD}: {method!r} has no weights; leave model ({speculation.model!r}) out",
+            param=FIELD,
         )
-    count = given.num_speculative_tokens
-    if raw is None and given.model is not None:
-        raw = _draft_config(given.model, given.revision)
+    count = speculation.num_speculative_tokens
+    if raw is None and speculation.model is not None:
+        raw = _draft_config(speculation.model, speculation.revision)
     if count is None:
         if raw is None:
             raw = dict(model_config.hf_config.to_dict()) if source == "target" else {}
@@ -66,27 +67,27 @@ def resolve_speculation(
                 param=FIELD,
             )
         count = min(count, MOST_DRAFTS)
-    ranks = given.draft_tensor_parallel_size
+    ranks = speculation.draft_tensor_parallel_size
     if ranks not in (None, 1, config.tensor_parallel_size):
         raise ConfigError(
             f"{FIELD}: draft_tensor_parallel_size is {ranks}; it must be 1, or the target's "
             f"tensor_parallel_size, {config.tensor_parallel_size}",
             param=FIELD,
         )
-    resolved = msgspec.structs.replace(given, method=method, num_speculative_tokens=count)
+    resolved = msgspec.structs.replace(speculation, method=method, num_speculative_tokens=count)
     return msgspec.structs.replace(config, speculative_config=resolved)
 
 
 def _carried(config: dict[str, Any], plugins: Plugins) -> str | None:
     """Return the method whose weights are in the served checkpoint; None: there is none."""
     registry = plugins["speculator"]
-    found: list[str] = []
+    methods: list[str] = []
     for entry in registry.entries():
         speculator = registry.load(entry.name)
         with registry.calling(entry.name, "carried_by"):
-            found += [entry.name] if speculator.carried_by(config) else []
+            methods += [entry.name] if speculator.carried_by(config) else []
     # Some have longer names, too.
-    return min(found, key=len, default=None)
+    return min(methods, key=len, default=None)
 
 
 def _draft_config(model: str, revision: str | None) -> dict[str, Any]:
@@ -104,12 +105,12 @@ def _recognized(raw: dict[str, Any], model: str, plugins: Plugins) -> str:
         speculator = registry.load(entry.name)
         with registry.calling(entry.name, "recognizes"):
             surest.setdefault(int(speculator.recognizes(raw)), []).append(entry.name)
-    found = surest[max(surest)]
-    if not max(surest) or len(found) > 1:
-        what = f"are {' and '.join(found)}" if max(surest) else "is no method"
+    methods = surest[max(surest)]
+    if not max(surest) or len(methods) > 1:
+        what = f"are {' and '.join(methods)}" if max(surest) else "is no method"
         raise ConfigError(
             f"{FIELD}: there {what} for {model!r} (architectures {raw.get('architectures')!r}, "
             f"model_type {raw.get('model_type')!r}); name the method",
             param=FIELD,
         )
-    return found[0]
+    return methods[0]

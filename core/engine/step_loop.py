@@ -124,11 +124,11 @@ class StepLoop:
 
     def hold(self, holder: object) -> asyncio.Event:
         """Launch no further step, until `let_go`. Return what is set once none is in flight."""
-        held = self._holders.setdefault(holder, asyncio.Event())
+        idle = self._holders.setdefault(holder, asyncio.Event())
         if not self.running:
-            held.set()
+            idle.set()
         self._wake.set()
-        return held
+        return idle
 
     def let_go(self, holder: object) -> None:
         """Launch steps again, unless others hold them. Harmless without `hold`."""
@@ -190,14 +190,14 @@ class StepLoop:
         except BaseException as error:
             await asyncio.gather(*(future for _, future in in_flight), return_exceptions=True)
             self.died(error)
-            for held in self._holders.values():  # Who waits for rest learns that from the engine.
-                held.set()
+            for idle in self._holders.values():  # Who waits for rest learns that from the engine.
+                idle.set()
 
     async def _rest(self) -> None:
         """Wait for the end of a hold, or for something to publish."""
         self.publish(self.scheduler.take_failures())
-        for held in self._holders.values():
-            held.set()
+        for idle in self._holders.values():
+            idle.set()
         await self._wake.wait()
 
     async def _idle(self) -> None:
@@ -269,7 +269,7 @@ class StepLoop:
 
     def _fill(self, in_flight: InFlight) -> None:
         while len(in_flight) < self.steps_in_flight and not self._delay(in_flight):
-            begun = self._timing.now()
+            start = self._timing.now()
             if self.timeline is not None:
                 self.timeline.begin()
             plan = self.scheduler.schedule(self._timing.pace())
@@ -281,7 +281,7 @@ class StepLoop:
                 self.scheduler.not_taken(plan)
                 future = asyncio.get_running_loop().create_future()
                 future.set_exception(error)
-            self._timing.submitted(plan, begun)
+            self._timing.submitted(plan, start)
             self.scheduler.submitted()
             if self.timeline is not None:
                 self.timeline.planned(plan)

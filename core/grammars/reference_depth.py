@@ -67,19 +67,19 @@ def _schema_chain(schema: Any) -> int:
     def references(pointer: str) -> list[str]:
         nonlocal visited
         targets: list[str] = []
-        todo = [_target(schema, pointer)]
-        while todo:
-            part = todo.pop()
+        pending = [_target(schema, pointer)]
+        while pending:
+            part = pending.pop()
             visited += 1
             if visited > MAX_VISITED:
                 raise ValueError("its references ($ref) lead through too many schemas")
             if isinstance(part, list):
-                todo.extend(reversed(part))
+                pending.extend(reversed(part))
             elif isinstance(part, dict):
                 reference = part.get("$ref")
                 if isinstance(reference, str) and reference.startswith("#"):
                     targets.append(reference)
-                todo.extend(_subschemas(part))
+                pending.extend(_subschemas(part))
         return targets
 
     return _chain("#", references)

@@ -130,14 +130,14 @@ def tag_schemas(tag: dict[str, Any]) -> Iterator[Any]:
 
 def tag_formats(tag: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the formats of a `{"format": …}` tag, outermost first."""
-    todo = [tag.get("format")]
-    while todo:
-        part = todo.pop()
+    pending = [tag.get("format")]
+    while pending:
+        part = pending.pop()
         if isinstance(part, list):
-            todo.extend(part)
+            pending.extend(part)
         elif isinstance(part, dict):
             yield part
-            todo.extend(part.get(key) for key in ("elements", "tags", "content"))
+            pending.extend(part.get(key) for key in ("elements", "tags", "content"))
 
 
 def begins_free(spec: GrammarSpec) -> bool:
@@ -146,14 +146,14 @@ def begins_free(spec: GrammarSpec) -> bool:
     tag = json.loads(spec.text)
     if "format" not in tag:
         return not tag.get("at_least_one")
-    todo = [tag["format"]]
-    while todo:
-        part = todo.pop()
+    pending = [tag["format"]]
+    while pending:
+        part = pending.pop()
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "any_text" or (kind == "triggered_tags" and not part.get("at_least_one")):
             return True
         if kind == "or" and isinstance(part.get("elements"), list):
-            todo.extend(part["elements"])
+            pending.extend(part["elements"])
     return False
 
 

@@ -35,11 +35,11 @@ class GrammarStore:
         self._config = config
         self._make_vocabulary = vocabulary
         self._vocabulary: Vocabulary | None = None
-        self._made: dict[str, GrammarBackend] = {}
+        self._instances: dict[str, GrammarBackend] = {}
         self._cache: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
         self._compiling: dict[GrammarSpec, asyncio.Task[Grammar]] = {}
         self._sandboxes: dict[str, CompileSandbox] = {}
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._pool = ThreadPoolExecutor(config.compile_threads, "jackfield-grammar")
 
     async def compile(self, spec: GrammarSpec) -> Grammar:
@@ -150,7 +150,7 @@ class GrammarStore:
         if name not in self._sandboxes:
             assert self._vocabulary is not None
             self._sandboxes[name] = CompileSandbox(
-                type(self._made[name]),
+                type(self._instances[name]),
                 self._vocabulary,
                 compile_timeout=self._config.compile_timeout,
                 mask_timeout=self._config.mask_timeout,
@@ -161,19 +161,19 @@ class GrammarStore:
 
     def _backend(self, name: str) -> GrammarBackend:
         """Return a backend, on a pool thread; of two created at once one is kept."""
-        backend = self._made.get(name)
+        backend = self._instances.get(name)
         if backend is None:
             if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary()
             backend = self._backends.load(name)(self._vocabulary)
-            self._made[name] = backend
+            self._instances[name] = backend
         return backend
 
     def _tell(self, spec: GrammarSpec, name: str, reasons: list[str]) -> None:
         """Log the choice, once per reason."""
         why = f"{name} for {spec.kind}, because {'; '.join(reasons)}"
-        if why not in self._told and len(self._told) < 100:
-            self._told.add(why)
+        if why not in self._logged and len(self._logged) < 100:
+            self._logged.add(why)
             logger.info("structured outputs: %s", why)
 
 

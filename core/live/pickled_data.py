@@ -13,6 +13,8 @@ from collections.abc import Callable, Set
 from typing import Any, NamedTuple, TypeAlias
 
 Stack: TypeAlias = list[Any]
+MAX_INSTRUCTIONS = 1 << 20
+"""Of a pickle, each of which takes about a microsecond; the handle of a tensor has about 60."""
 
 
 class Name(NamedTuple):
@@ -44,7 +46,9 @@ def read_pickle(data: bytes, names: Set[tuple[str, str]]) -> Any:
     Unreadable."""
     machine = _Machine(names)
     try:
-        for opcode, argument, _ in pickletools.genops(data):
+        for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+            if number == MAX_INSTRUCTIONS:
+                raise Unreadable(f"it has more than {MAX_INSTRUCTIONS} instructions")
             if opcode.name == "STOP":
                 [result] = machine.stack
                 return result
@@ -141,11 +145,17 @@ class _Machine:
 
     def _setitem(self, _: None) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        self._target(dict)[key] = value
+        self._set([key], [value])
 
     def _setitems(self, _: None) -> None:
         items = self._to_mark()
-        self._target(dict).update(zip(items[::2], items[1::2], strict=True))
+        self._set(items[::2], items[1::2])
+
+    def _set(self, keys: Stack, values: Stack) -> None:
+        # The hash of nested tuples, which may share their items, can take forever.
+        if not all(isinstance(key, str | int) for key in keys):
+            raise Unreadable("a mapping has other keys than texts and numbers")
+        self._target(dict).update(zip(keys, values, strict=True))
 
     def _target(self, kind: type) -> Any:
         if type(self.stack[-1]) is not kind:
@@ -163,6 +173,8 @@ class _Machine:
         self._push_name(module, name)
 
     def _push_name(self, module: Any, name: Any) -> None:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise Unreadable("it names something by what is no text")
         if (module, name) not in self._names:
             raise Unreadable(f"it names {module}.{name}")
         self.stack.append(Name(module, name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, shown
 from .worker_jobs import TensorPart
 
 HEAD = 8
@@ -40,10 +40,12 @@ def read_header(body: bytes) -> tuple[tuple[TensorPart, ...], int]:
         first, last = entry.data_offsets
         if first != end or last < first:
             raise _refused(
-                f"tensor {name!r} begins at byte {first}, and the one before ends at {end}"
+                f"tensor {shown(name)} begins at byte {first}, and the one before ends at {end}"
             )
         if (dtype := DTYPES.get(entry.dtype)) is None:
-            raise _refused(f"tensor {name!r} is of type {entry.dtype!r}, which is not known here")
+            raise _refused(
+                f"tensor {shown(name)} is of type {shown(entry.dtype)}, which is not known here"
+            )
         parts.append(TensorPart(name, dtype, entry.shape))
         end = last
     if end != len(body) - HEAD - size:

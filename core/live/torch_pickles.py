@@ -87,12 +87,12 @@ def read_vllm_handles(
 def _by_device(content: Any, field: str) -> dict[str, SharedTensor]:
     if not isinstance(content, dict) or not content:
         raise _refused(field, "a tensor's handles are no mapping from devices")
-    found = {}
+    tensors = {}
     for device, arguments in content.items():
         if not isinstance(device, str):
             raise _refused(field, "a device is not named by its UUID")
-        found[device] = _shared(arguments, field)
-    return found
+        tensors[device] = _shared(arguments, field)
+    return tensors
 
 
 # ---------------------------------------------------------------- SGLang's
@@ -123,7 +123,7 @@ def _named_of(text: str, field: str, rank: int) -> list[_OfRank]:
     content = _read(text, field)
     if not isinstance(content, list | tuple):
         raise _refused(field, "it is no list of names and tensors")
-    found: list[_OfRank] = []
+    tensors: list[_OfRank] = []
     for each in content:
         if not isinstance(each, list | tuple) or len(each) != 2 or not isinstance(each[0], str):
             raise _refused(field, "it is no list of names and tensors")
@@ -131,8 +131,8 @@ def _named_of(text: str, field: str, rank: int) -> list[_OfRank]:
         if _called(tensor, PER_RANK):
             tensor = _of_rank(tensor, name, field, rank)
         shared = _shared(tensor, field)
-        found.append(((TensorPart(name, shared.dtype, shared.shape),), shared))
-    return found
+        tensors.append(((TensorPart(name, shared.dtype, shared.shape),), shared))
+    return tensors
 
 
 def _of_rank(tensor: Call, name: str, field: str, rank: int) -> Any:

@@ -269,8 +269,8 @@ def load_weights(
 ) -> None:
     name, loader = choose_loader(plugins, config, model_config)
     with plugins["weight_loader"].calling(name, "load"):
-        given = (ranks,) if getattr(loader, "per_rank", False) else ()
-        loader(config, model_config, *given).load(model, device)
+        rank_arguments = (ranks,) if getattr(loader, "per_rank", False) else ()
+        loader(config, model_config, *rank_arguments).load(model, device)
 
 
 def _registered_name(plugins: Plugins, config: EngineConfig, model_config: ModelConfig) -> str:

@@ -177,12 +177,12 @@ def drop_strays(config: Any, raw: dict[str, Any], names: Collection[str]) -> Non
     if not strays:
         return
     try:
-        known = type(text)()
+        defaults = type(text)()
     except Exception:  # A class that has no defaults does not say which fields it has.
         return
-    known.allow_global_per_layer_attribute_access = True
+    defaults.allow_global_per_layer_attribute_access = True
     for name in strays:
-        if not hasattr(known, name):
+        if not hasattr(defaults, name):
             delattr(text, name)
 
 

@@ -35,7 +35,7 @@ from .json_file import read_object, with_texts
 from .text_part import inner_name, text_config
 
 if TYPE_CHECKING:
-    from ..protocols.audio import AudioSource
+    from ..protocols.audio import AudioSource, SpeechChat
     from .pooling_config import PoolingConfig
 
 MODELS = Path(__file__).resolve().parents[2] / "plugins" / "models"
@@ -70,6 +70,8 @@ class MediaConfig:
     modalities: tuple[str, ...]
     spans: Spans | None
     """As `MediaModel.spans` returns it."""
+    speech: SpeechChat | None = None
+    """As `MediaModel.speech` does, if prompts may have recordings."""
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,11 @@ class ModelTensors:
 
     def storages(self) -> dict[int, tuple[str, torch.UntypedStorage]]:
         """Return the memory of all tensors, each once: address → path of a tensor in it, memory."""
-        found: dict[int, tuple[str, torch.UntypedStorage]] = {}
+        storages: dict[int, tuple[str, torch.UntypedStorage]] = {}
         for path, tensor in self.tensors.items():
             storage = tensor.untyped_storage()
-            found.setdefault(storage.data_ptr(), (path, storage))
-        return found
+            storages.setdefault(storage.data_ptr(), (path, storage))
+        return storages
 
     @property
     def nbytes(self) -> int:

@@ -26,7 +26,7 @@ SECONDS = 20.0
 """For one item, redirects included."""
 REDIRECTS = 3
 FETCHES = 8
-"""At once, per engine."""
+"""Files and URLs that are read at once, per engine."""
 ANY = "*"
 """In the list of hosts: all."""
 LARGE = 1 << 20
@@ -75,7 +75,8 @@ class MediaFetcher:
                 return _data(url, field, modality)
             return await asyncio.to_thread(_data, url, field, modality)
         if scheme == "file":
-            return await asyncio.to_thread(self._file, url, field)
+            async with self._fetching:
+                return await asyncio.to_thread(self._file, url, field)
         if scheme in ("http", "https"):
             try:
                 async with self._fetching, asyncio.timeout(SECONDS):

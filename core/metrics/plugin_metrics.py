@@ -51,7 +51,7 @@ class _OfPlugin(prometheus.registry.Collector):
         self._provenance = provenance
         self._registry = registry
         self._others = others
-        self._told = False
+        self._has_logged = False
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -60,7 +60,7 @@ class _OfPlugin(prometheus.registry.Collector):
         try:
             return [m for m in self._registry.collect() if m.name not in self._others]
         except Exception:
-            if not self._told:  # Log once: a server is scraped every few seconds.
+            if not self._has_logged:  # Log once: a server is scraped every few seconds.
                 logger.exception("plugin %s failed in its metrics", self._provenance)
-                self._told = True
+                self._has_logged = True
             return ()

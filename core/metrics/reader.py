@@ -41,19 +41,19 @@ Metric: TypeAlias = Counter | Gauge | Histogram
 
 def read_metrics(text: str) -> list[Metric]:
     """Return the metrics of a rendering for Prometheus."""
-    found: list[Metric] = []
+    metrics: list[Metric] = []
     for family in text_string_to_metric_families(text):
         if family.type == "counter":
-            found += [
+            metrics += [
                 Counter(family.name, sample.labels, int(sample.value))
                 for sample in family.samples
                 if sample.name == f"{family.name}_total"
             ]
         elif family.type == "gauge":
-            found += [Gauge(family.name, each.labels, each.value) for each in family.samples]
+            metrics += [Gauge(family.name, each.labels, each.value) for each in family.samples]
         elif family.type == "histogram":
-            found += _histograms(family.name, family.samples)
-    return found
+            metrics += _histograms(family.name, family.samples)
+    return metrics
 
 
 def _histograms(name: str, samples: list[Sample]) -> list[Histogram]:

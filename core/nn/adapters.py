@@ -6,158 +6,27 @@ adapters. Without, it calls what the layer was: the same launches, and the same 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .activations import ACTIVATIONS, ExpertActivation
+from .activations import ACTIVATIONS
+from .adapted_experts import AdaptedExpertOperations
+from .adapter_sites import AdapterState, LayerChange, Site
 from .embedding import Embedding
 from .experts import ExpertLinear, Experts, Router
 from .linear import Linear
 from .norm import RMSNorm
 from .operations import (
-    ExpertWeight,
     Norm,
     Operations,
     PositionRows,
-    num_rows,
     with_positions,
 )
 from .quantized import QuantizedEmbedding, QuantizedLinear
-from .routing import Routing
-from .step_operations.adapters import (
-    CHUNK_TOKENS,
-    AdapterChunks,
-    AdapterTables,
-    SiteWeights,
-    chunk_count,
-)
-
-
-class LowRankChange(NamedTuple):
-    """What one adapter adds to some of a layer's output features, on the device."""
-
-    span: slice
-    """Output features, as this rank has them."""
-    a: torch.Tensor
-    """[rank, in_features]"""
-    b: torch.Tensor
-    """[out_features of the span, rank]"""
-    scale: float
-    bias: torch.Tensor | None = None
-    """[out_features of the span] float32, scaled"""
-    gain: torch.Tensor | None = None
-    """[out_features of the span] float32, DoRA: factor of the changed product, without the layer's
-    own bias."""
-
-
-@dataclass(frozen=True)
-class LayerChange:
-    """What one special adapter changes in one layer."""
-
-    low_rank: tuple[LowRankChange, ...] = ()
-    weight: torch.Tensor | None = None
-    """In place of that of embeddings or a head: [vocab_size, hidden_size]."""
-    weights: tuple[tuple[slice, torch.Tensor], ...] = ()
-    """In place of a linear layer's, for some output features: [out_features of the span,
-    in_features], as this rank has it."""
-    biases: tuple[tuple[slice, torch.Tensor], ...] = ()
-    """In place of its bias, likewise: [out_features of the span]."""
-    token_ids: torch.Tensor | None = None
-    """[N] int64: tokens whose rows of an embedding, or logits, are others."""
-    token_rows: torch.Tensor | None = None
-    """[N, hidden_size]"""
-    experts: Mapping[str, SiteWeights] = field(default_factory=dict)
-    """"first" or "down" → what is added to the products of all experts; places are the numbers of
-    experts as this rank counts."""
-
-    def product(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
-                ) -> torch.Tensor:  # fmt: skip
-        """Return the changed result of a linear layer, in float32.
-
-        x: [N, in_features]; out: the layer's result, with `bias`, [N, out_features].
-        """
-        wide = out.float()
-        own = wide.new_zeros(wide.shape[1]) if bias is None else bias.float().clone()
-        weights = self.weights if self.weight is None else ((slice(None), self.weight),)
-        for span, weight in weights:
-            wide[:, span] = F.linear(x, weight.to(x.dtype)).float() + own[span]
-        for span, value in self.biases:
-            wide[:, span] += value.float() - own[span]
-            own[span] = value.float()
-        for each in self.low_rank:
-            span = each.span
-            delta = (x.float() @ each.a.float().t()) @ each.b.float().t() * each.scale
-            part = wide[:, span]
-            if each.gain is not None:
-                part = (part - own[span] + delta) * each.gain + own[span]
-            else:
-                part = part + delta
-            wide[:, span] = part if each.bias is None else part + each.bias
-        return wide
-
-
-class SpecialTokens(NamedTuple):
-    """The rows of one special adapter in a step, or among those whose logits are computed."""
-
-    changes: Mapping[Any, LayerChange]
-    """Key of a layer (`Site.key`) → what changes there."""
-    rows: torch.Tensor
-    """[N] int64"""
-
-
-class ActiveAdapters(NamedTuple):
-    """The adapters of the rows that are being computed."""
-
-    chunks: AdapterChunks | None
-    """Of plain adapters; None: there are none."""
-    special: Sequence[SpecialTokens] = ()
-
-
-class AdapterState:
-    """What adapted layers read: shared by all of a model."""
-
-    def __init__(self) -> None:
-        self.active: ActiveAdapters | None = None
-        """Set around a forward pass, and around logits. None: no row has an adapter."""
-
-
-class Site:
-    """A layer that adapters may change."""
-
-    def __init__(self, key: str, state: AdapterState) -> None:
-        """key: the module's name."""
-        self.key = key
-        self.state = state
-        self.weights: SiteWeights | None = None
-        """Of plain adapters; None: the layer is changed by special ones alone."""
-        self.called = False
-        """Whether a forward pass has called the layer: one whose weight is read by others cannot
-        be changed."""
-
-    def special(self, key: str | None = None) -> list[tuple[LayerChange, torch.Tensor]]:
-        """Return what special adapters change here, and for which rows."""
-        active, key = self.state.active, self.key if key is None else key
-        if active is None:
-            return []
-        return [(each.changes[key], each.rows) for each in active.special if key in each.changes]
-
-    def add(
-        self,
-        operations: Operations,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        norm: Norm | None = None,
-    ) -> None:
-        """Add what plain adapters add. norm: before their products"""
-        active = self.state.active
-        if active is not None and active.chunks is not None and self.weights is not None:
-            operations.add_adapters(out, x, active.chunks, self.weights, norm=norm)
 
 
 class AdaptedLayer(nn.Module):
@@ -367,96 +236,9 @@ def _looked_up(change: LayerChange, ids: torch.Tensor, rows: torch.Tensor) -> to
         rows = rows + each.a.float().t()[ids] @ each.b.float().t() * each.scale
     if change.token_ids is not None and change.token_rows is not None:
         at = torch.searchsorted(change.token_ids, ids).clamp(max=len(change.token_ids) - 1)
-        found = change.token_ids[at] == ids
-        rows = torch.where(found[:, None], change.token_rows[at].float(), rows)
+        matches = change.token_ids[at] == ids
+        rows = torch.where(matches[:, None], change.token_rows[at].float(), rows)
     return rows
-
-
-class AdaptedExpertOperations:
-    """Operations of a module that computes experts: rows of adapters that change experts are
-    computed again, from products of single experts, for each adapter by itself."""
-
-    def __init__(self, operations: Operations, site: Site) -> None:
-        self._own = operations
-        self._site = site
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-    def experts(
-        self,
-        x: torch.Tensor,
-        routing: Routing,
-        gate_up: ExpertWeight,
-        down: ExpertWeight,
-        *,
-        residual: torch.Tensor,
-        **more: Any,
-    ) -> torch.Tensor:
-        """As `Operations.experts`."""
-        if self._site.state.active is not None:
-            self._site.called = True
-        special = self._site.special()
-        before = [residual[rows].float() for _, rows in special]
-        out = self._own.experts(x, routing, gate_up, down, residual=residual, **more)
-        for (change, rows), added in zip(special, before, strict=True):
-            own = routing._replace(experts=routing.experts[rows], weights=routing.weights[rows])
-            changed = self._changed(x[rows], own, gate_up, down, change, **more)
-            out[rows] = (added + changed).to(out.dtype)
-        return out
-
-    def _changed(
-        self,
-        x: torch.Tensor,
-        routing: Routing,
-        gate_up: ExpertWeight,
-        down: ExpertWeight,
-        change: LayerChange,
-        *,
-        gate_up_bias: torch.Tensor | None = None,
-        down_bias: torch.Tensor | None = None,
-        activation: ExpertActivation | None = None,
-    ) -> torch.Tensor:
-        """Return the sum of experts with what an adapter changes, [N, hidden_size] float32."""
-        num_experts, (num_tokens, top_k) = num_rows(down) // x.shape[1], routing.experts.shape
-        experts = routing.experts.reshape(-1)
-        foreign = routing.num_experts is not None
-        places = self._by_expert(experts, num_experts)
-
-        def products(
-            x: torch.Tensor, weight: ExpertWeight, bias: torch.Tensor | None, which: str
-        ) -> torch.Tensor:
-            out = self._own.expert_products(x, experts, weight, num_experts, bias)
-            if (added := change.experts.get(which)) is not None:
-                self._own.add_adapters(out, x, places, added)
-            return out
-
-        inner = products(x.repeat_interleave(top_k, dim=0), gate_up, gate_up_bias, "first")
-        out = products(self._own.activated(inner, activation), down, down_bias, "down")
-        weights = routing.weights.reshape(-1, 1)
-        if foreign:
-            elsewhere = (experts < 0) | (experts >= num_experts)
-            weights = weights.masked_fill(elsewhere[:, None], 0.0)
-        return (out.float() * weights).view(num_tokens, top_k, -1).sum(dim=1)
-
-    def _by_expert(self, experts: torch.Tensor, num_experts: int) -> AdapterChunks:
-        """Return rows in chunks of one expert each: an expert is the place of its matrices.
-        experts: [N] int32"""
-        count, device = len(experts), experts.device
-        slots = torch.where((experts < 0) | (experts >= num_experts), num_experts, experts)
-        places = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
-        places[num_experts] = -1
-        tables = AdapterTables(
-            places, torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
-        )
-        return self._own.adapter_chunks(
-            slots.to(torch.int32),
-            torch.arange(count + 1, dtype=torch.int32, device=device),
-            torch.zeros(count, dtype=torch.int64, device=device),
-            tables,
-            chunk_count(count, num_experts),
-            CHUNK_TOKENS,
-        )
 
 
 def _gated(layer: nn.Module) -> bool:
@@ -485,12 +267,14 @@ def adapt(model: nn.Module, state: AdapterState) -> dict[str, Site]:
     experts, the module of all of a layer's."""
     sites: dict[str, Site] = {}
     modules = dict(model.named_modules())
-    held = {name for name, module in modules.items() if isinstance(module, QuantizedEmbedding)}
+    quantized_embeddings = {
+        name for name, module in modules.items() if isinstance(module, QuantizedEmbedding)
+    }
     for name, module in modules.items():
         own: Any = type(module)
         adapted = _adapted_class(own)
         inside = name.rpartition(".")[0]
-        if adapted is None or inside in held:
+        if adapted is None or inside in quantized_embeddings:
             continue  # The layer of a quantized embedding is changed through the embedding.
         site = sites[name] = Site(name, state)
         module.__class__ = adapted
@@ -499,5 +283,5 @@ def adapt(model: nn.Module, state: AdapterState) -> dict[str, Site]:
         if isinstance(module, Experts):
             site = sites[name] = Site(name, state)
             owner = module if hasattr(module, "operations") else modules[name.rpartition(".")[0]]
-            owner.operations = AdaptedExpertOperations(owner.operations, site)  # type: ignore
+            owner.operations = AdaptedExpertOperations(owner.operations, site)  # type: ignore[assignment, arg-type]
     return sites

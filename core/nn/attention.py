@@ -177,8 +177,8 @@ class Attention(nn.Module):
             self.query_ring.index_copy_(0, places, query if tokens is None else query[tokens])
         # A backend without a feature has no such argument.
         learned = {"sinks": sinks, "distance_bias": distance_bias}
-        given = {name: values for name, values in learned.items() if values is not None}
-        out = backend.forward(self.spec, query, key, value, kv_cache, metadata, **given)
+        learned_arguments = {name: values for name, values in learned.items() if values is not None}
+        out = backend.forward(self.spec, query, key, value, kv_cache, metadata, **learned_arguments)
         if spans := context.spans(self.spec):
             media = context.media
             assert media is not None, "it has spans"

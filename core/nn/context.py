@@ -311,12 +311,12 @@ class ForwardContext:
 
     def rotation(self, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
         """Return by which positions heads turn, [num_tokens], and the table that they index."""
-        found = None if self.media is None else self.media.rope
-        if found is None:
+        rope = None if self.media is None else self.media.rope
+        if rope is None:
             return self.positions, rotary.cos_sin
         key = f"rotation {id(rotary)}"
         if key not in self.shared:
-            self.shared[key] = found.rotation(rotary)
+            self.shared[key] = rope.rotation(rotary)
         turned: tuple[torch.Tensor, torch.Tensor] = self.shared[key]
         return turned
 

@@ -50,7 +50,7 @@ class OutputText:
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
         self._state = 0
-        self._held = ""
+        self._pending_text = ""
         self._parts: list[str] = []
         self._taken = 0
         self._ended = False
@@ -110,8 +110,8 @@ class OutputText:
         if self._automaton is None:
             self._show(rest)
         elif self._scan(rest, counts=True) is None:
-            self._show(self._held)
-            self._held = ""
+            self._show(self._pending_text)
+            self._pending_text = ""
         self._ended = True
 
     def take_delta(self) -> str:
@@ -135,14 +135,14 @@ class OutputText:
             state = automaton.step(state, char)
             stop = automaton.matched[state]
             if stop is not None and counts:
-                text = self._held + delta[: position + 1]
+                text = self._pending_text + delta[: position + 1]
                 self._show(text if self._include_stop else text[: len(text) - len(stop)])
-                self._held = ""
+                self._pending_text = ""
                 self._ended = True
                 return stop
         self._state = state
-        text = self._held + delta
+        text = self._pending_text + delta
         safe = len(text) - automaton.pending[state]
         self._show(text[:safe])
-        self._held = text[safe:]
+        self._pending_text = text[safe:]
         return None

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from ..config import EngineConfig
 
 NAME = "adapters"
+MAX_LOADS = 4
+"""Adapters that are read at once, each on a thread of a rank: hashing, checking and packing one
+takes longer than to read it. Those loaded by name are in host memory beside `max_cpu_loras`."""
 RANK_UNIT = 8
 """Rank rows that are given together."""
 

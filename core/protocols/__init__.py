@@ -17,6 +17,7 @@ from .attention import (
     ProjectedLayer,
     Projection,
 )
+from .audio import SpeechChat
 from .collectives import Collectives, CollectivesSetup
 from .executors import (
     EngineHosts,
@@ -142,6 +143,7 @@ __all__ = [
     "Speculator",
     "SpeculatorNeeds",
     "SpeculatorSetup",
+    "SpeechChat",
     "StepPart",
     "ToolCallArguments",
     "ToolCallEnd",

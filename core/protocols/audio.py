@@ -1,10 +1,10 @@
-"""The contract of what a model reads of audio."""
+"""The contract of what a model reads of audio, and how it is asked to write it down."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +38,33 @@ class SpeechTokens:
     the checkpoint names none."""
     median_width: int = 7
     """Of the filter of that attention, in rows of the source."""
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
+    """`SamplingParams.extra_args` of requests that write times."""
+
+
+@dataclass(frozen=True)
+class SpeechChat:
+    """How a model of chats is asked to write a recording down, for each of its windows."""
+
+    instruction: str = ""
+    """What follows the recording in the user's message."""
+    translation: str | None = None
+    """In its place, to translate into English; None: the model does not."""
+    languages: Mapping[str, str] = field(default_factory=dict)
+    """ISO 639-1 → what `language` calls it; {}: the model is not told the language."""
+    language: str = ""
+    """How the response begins, or `prompt` goes on, where the language is known: "{}" stands for
+    what it is called."""
+    marker: str = ""
+    """The text comes behind this in the response, once."""
+    takes_text: bool = False
+    """Whether text that comes before may be the system's message."""
+    prompt: str | None = None
+    """The whole prompt, of models whose chat template does not ask so: "{}" stands for `language`.
+    """
+    sampling_rate: int = 16_000
+    max_seconds: float = 30.0
+    """Of a window."""
 
 
 class AudioSource(Protocol):

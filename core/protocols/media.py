@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ..loading.weight_map import WeightMap
     from ..nn.context import BuildContext
     from ..parts.media import PlacedItem
+    from .audio import SpeechChat
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,9 @@ class Sampling:
     most: int = 768
     multiple: int = 1
     """Of which their number is one, if the video has as many."""
-    ends: bool = True
-    """From the first to the last frame; else each is the first of its share."""
+    place: Fraction | None = None
+    """Of each in its share of the video: 0 is its first frame, 1/2 its middle; None: from the
+    first to the last frame of the video."""
 
     def indices(self, total: int, fps: float, most: int) -> list[int]:
         """Return the numbers of the frames of a video that has `total`; at most `most`."""
@@ -88,8 +91,8 @@ class Sampling:
             count = max(count, self.least)
         count = min(count, self.most, most, total)
         count = max(count // self.multiple * self.multiple, 1)
-        if not self.ends:
-            return [number * total // count for number in range(count)]
+        if self.place is not None:
+            return [int((number + self.place) * total / count) for number in range(count)]
         if count == 1:
             return [0]
         return [round(number * (total - 1) / (count - 1)) for number in range(count)]
@@ -193,6 +196,11 @@ class MediaModel(Protocol):
     @classmethod
     def refusal(cls, setup: MediaSetup) -> str | None:
         """Return why this checkpoint's media cannot be served, in one clause; None: they can."""
+
+    @classmethod
+    def speech(cls, setup: MediaSetup) -> SpeechChat | None:
+        """Return how the model is asked to write recordings down; None: it is not trained to. A
+        class may leave this method out."""
 
     @classmethod
     def processor(cls, setup: MediaSetup, modality: str) -> MediaProcessor:

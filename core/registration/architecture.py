@@ -34,9 +34,9 @@ def registered_name(
             return FALLBACK
         more = f", and {refusal}"
     families = ", ".join(sorted(set(registry) - {FALLBACK}))
-    known = f" (there are: {families}){more}" if reason is None else f": {reason}"
+    reason_text = f" (there are: {families}){more}" if reason is None else f": {reason}"
     raise ConfigError(
-        f"model: architecture {name!r} (model_type {model_type!r}) is not supported{known}; "
+        f"model: architecture {name!r} (model_type {model_type!r}) is not supported{reason_text}; "
         "Jackfield never runs code from a checkpoint: install a plugin that registers it",
         param="model",
     )

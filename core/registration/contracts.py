@@ -130,8 +130,8 @@ def completed(kind: str, thing: Any) -> Any:
 
 def _class(reference: str) -> type:
     module, _, name = reference.partition(":")
-    found: type = getattr(importlib.import_module(module), name)
-    return found
+    cls: type = getattr(importlib.import_module(module), name)
+    return cls
 
 
 def _undeclared(thing: object) -> str | None:

@@ -242,8 +242,8 @@ class Registry(Generic[T]):
             return self._loaded[name]
         if (derivation := self._derivation(name)) is not None:
             base, maker = derivation
-            made = _imported(maker)(name, self.load(base))
-            self._loaded[name] = completed(self.kind, made)
+            derived = _imported(maker)(name, self.load(base))
+            self._loaded[name] = completed(self.kind, derived)
             return self._loaded[name]
         entry = self._entries.get(name)
         if entry is None:

@@ -107,22 +107,22 @@ class ForwardedCompletion(Completion):
         self.logprobs = None
         self.state = state
         self.number = state.number + index
-        self._begun = False
+        self._has_tokens = False
 
     def apply(self, update: Update) -> str | None:
         """Forward new tokens. Returns None: the front end finds stop strings."""
         state = self.state
         if state.muted or self.finish_reason is not None:
             return None
-        if self._begun and update.logprobs is None and not update.finished:
+        if self._has_tokens and update.logprobs is None and not update.finished:
             state.outbox.add_tokens(self.number, update.new_token_ids)
             return None
         change = state.outbox.change(self.number)
         change.token_ids += update.new_token_ids
         if update.logprobs is not None:
             change.logprobs += update.logprobs
-        if not self._begun:
-            self._begun = True
+        if not self._has_tokens:
+            self._has_tokens = True
             change.num_cached_tokens = self.request.num_cached_tokens
             change.first_scheduled = self.request.first_scheduled
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from ..cache.kv_manager import KVCacheManager
@@ -182,5 +182,5 @@ class LiveRequests:
                 f"{r.request_id} waits, but counts computed tokens"
             )
             assert r.num_unverified_tokens == 0, f"{r.request_id} waits, but counts drafts"
-        blocks = [block for held in self._parts.held_blocks for block in held(running)]
+        blocks = list(chain.from_iterable(part(running) for part in self._parts.held_blocks))
         self._kv.check(running, blocks)

@@ -26,6 +26,7 @@ from .chat_messages import (
     same,
 )
 from .control_tokens import ControlTokens
+from .template_budget import Budget
 from .template_fallbacks import (
     Chat,
     Verbatim,
@@ -33,7 +34,7 @@ from .template_fallbacks import (
     item_mark,
     joined_parts,
 )
-from .template_sandbox import Budget, TemplateEnvironment
+from .template_sandbox import TemplateEnvironment
 from .template_traits import ContentFormat, TemplateTraits
 from .token_limit import TokenLimit, encode_within
 from .tokenizer import Tokenizer
@@ -435,9 +436,9 @@ def _as_written(call: dict[str, Any]) -> dict[str, Any]:
     text.
     """
     function = dict(call["function"])
-    given = function.get("arguments")
-    read = None if isinstance(given, Verbatim) else arguments_object(given)
-    function["arguments"] = str(arguments_text(given)) if read is None else read
+    arguments = function.get("arguments")
+    read = None if isinstance(arguments, Verbatim) else arguments_object(arguments)
+    function["arguments"] = str(arguments_text(arguments)) if read is None else read
     return {**call, "function": function}
 
 

@@ -158,15 +158,17 @@ class LaunchedStep:
             sampled = zip(rows, chosen, strict=True)
             token_ids = [token for row, token in sampled if row not in failed]
         logprobs: dict[int, list[TokenLogprobs]] = {}
-        if wanted := self.wanted_logprobs:
-            scored = [number for number, row in enumerate(rows) if row in wanted and counts[row]]
+        if num_logprobs := self.wanted_logprobs:
+            scored = [
+                number for number, row in enumerate(rows) if row in num_logprobs and counts[row]
+            ]
             # A recorded step has results for all of its rows.
             whole = len(self.output["rank"]) != len(self.sample_rows)
             at = [(rows if whole else places)[number] for number in scored]
             tables = {name: self.output[name][at].tolist() for name in LOGPROB_FIELDS}
             for index, number in enumerate(scored):
                 row = rows[number]
-                position = _position(tables, index, chosen[number], wanted[row])
+                position = _position(tables, index, chosen[number], num_logprobs[row])
                 logprobs.setdefault(row, []).append(position)
         prompts = dict(scored for scores in self.prompt_scores for scored in scores.by_row())
         return StepResult(

@@ -176,11 +176,11 @@ class MemoryRelease:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    found = {}
+    storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = storage
-    return list(found.values())
+        storages[storage.data_ptr()] = storage
+    return list(storages.values())
 
 
 def _on_host(storage: torch.UntypedStorage) -> torch.Tensor:

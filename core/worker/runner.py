@@ -263,7 +263,7 @@ class ModelRunner:
             assert isinstance(hidden, torch.Tensor), "the last stage alone leaves layers unfinished"
             return hidden
         if ending is Ending.PLAIN and self.sampler.shard is not None:
-            return self.sampler.shard.logits(self.model.compute_logits, hidden)  # type: ignore
+            return self.sampler.shard.logits(self.model.compute_logits, hidden)  # type: ignore[arg-type]
         logits: torch.Tensor = self.model.compute_logits(hidden)  # type: ignore[operator]
         return logits[:, : self.vocab_size]
 

@@ -70,8 +70,8 @@ def keys_and_values(layers: Sequence[CacheLayer], config: EngineConfig) -> list[
             "latents are cached in the model's type",
         ),
     }
-    for name, (wanted, reason) in refused.items():
-        if wanted:
+    for name, (is_set, reason) in refused.items():
+        if is_set:
             raise ConfigError(
                 f"{name}: this model caches latents instead of keys and values, and {reason}",
                 param=name,

@@ -141,9 +141,9 @@ class WeightUpdates:
 
     def _check_in_place(self) -> None:
         """Raise LoadError if the serving model does not compute with what it was built with."""
-        known = self._serving.storages()
+        storages = self._serving.storages()
         for name, parameter in self._model.named_parameters():
-            if parameter.numel() and parameter.untyped_storage().data_ptr() not in known:
+            if parameter.numel() and parameter.untyped_storage().data_ptr() not in storages:
                 raise LoadError(f"{name} was replaced after the start, so it cannot be updated")
 
     @torch.inference_mode()

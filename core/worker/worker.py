@@ -345,8 +345,8 @@ def find_method(parts: Iterable[WorkerPart], name: str) -> Callable[..., Any]:
         if each == method and own in ("", part.name)
     ]
     if len(offered) == 1:
-        found: Callable[..., Any] = getattr(*offered[0])
-        return found
+        bound: Callable[..., Any] = getattr(*offered[0])
+        return bound
     names = sorted(f"{part.name}.{each}" for part in parts for each in part.methods)
     count = "several parts offer" if offered else "no part offers"
     raise InvalidRequest(

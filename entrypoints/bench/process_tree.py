@@ -32,11 +32,11 @@ def descendants(roots: Iterable[int]) -> set[int]:
             children.setdefault(int(parent), []).append(int(stat.parent.name))
             if state != "Z" or _has_threads(stat.parent):
                 running.add(int(stat.parent.name))
-    found, pending = set[int](), list(roots)
+    numbers, pending = set[int](), list(roots)
     while pending:
-        found.add(pid := pending.pop())
+        numbers.add(pid := pending.pop())
         pending += children.get(pid, [])
-    return found & running
+    return numbers & running
 
 
 def _has_threads(process: Path) -> bool:

@@ -23,8 +23,8 @@ Record = dict[str, Any]
 
 def commit() -> str:
     """Return the source tree's commit, with a plus if modified. JACKFIELD_COMMIT overrides it."""
-    if given := os.environ.get("JACKFIELD_COMMIT"):
-        return given
+    if commit := os.environ.get("JACKFIELD_COMMIT"):
+        return commit
     if (ROOT / ".git").exists():
         try:
             head = _git("rev-parse", "--short", "HEAD")

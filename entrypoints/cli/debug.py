@@ -44,8 +44,8 @@ def run(argv: list[str]) -> int:
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    given = {name: getattr(args, name) for name in ("model", "executor", "device")}
-    changes = {name: value for name, value in given.items() if value is not None}
+    options = {name: getattr(args, name) for name in ("model", "executor", "device")}
+    changes = {name: value for name, value in options.items() if value is not None}
     try:
         recording = Recording(args.file)
         header = recording.header

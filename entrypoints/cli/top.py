@@ -168,8 +168,8 @@ def _quantiles(name: str, now: Snapshot, last: Snapshot) -> str:
 def quantile(counts: dict[float, float], share: float) -> float:
     """Return the bound of a histogram below which so many values are. counts: cumulative."""
     bounds = sorted(counts)
-    wanted = share * counts[bounds[-1]]
-    return next(bound for bound in bounds if counts[bound] >= wanted)
+    target = share * counts[bounds[-1]]
+    return next(bound for bound in bounds if counts[bound] >= target)
 
 
 def _time(seconds: float) -> str:

@@ -62,8 +62,8 @@ def _other_words(parser: Parser, flag: str, value: Any) -> list[str]:
     """Return a key that another server has, and its value, as command-line words."""
     if isinstance(value, bool):
         opposite = flag.replace("--", "--no-", 1)
-        known = option_of(parser, opposite)[0] != "unknown"
-        return [flag] if value else [opposite] * known
+        has_opposite = option_of(parser, opposite)[0] != "unknown"
+        return [flag] if value else [opposite] * has_opposite
     if isinstance(value, list) and parser.other_options[flag].nargs in ("+", ANY):
         return [flag, *map(_text, value)]
     return [f"{flag}={_text(value)}"]

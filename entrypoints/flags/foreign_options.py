@@ -318,8 +318,8 @@ def _opposite(parser: Options, flag: str) -> Option | None:
                 return Option("equivalent", negative, 0)
             if positive in own and own[positive].nargs == 0 and negative not in own:
                 return Option("no effect", f"this is so unless {positive} is given", 0)
-            known = parser.other_options.get(positive)
-            if known is not None and known.nargs in (0, ANY):
-                why = known.text if known.state == "no effect" else "this is how it is here"
+            option = parser.other_options.get(positive)
+            if option is not None and option.nargs in (0, ANY):
+                why = option.text if option.state == "no effect" else "this is how it is here"
                 return Option("no effect", why, 0)
     return None

@@ -182,13 +182,13 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-") and (group := self._group_named(word)) is not None:
             return self._sections({group: _shown(group)})
         action = self._option_string_actions.get(word) or self._option_string_actions.get(flag)
-        wanted = word.lstrip("-")
+        prefix = word.lstrip("-")
         sections = {}
         for group in self._action_groups:
             matches = [
                 each
                 for each in _shown(group)
-                if (each is action if action else any(wanted in n for n in each.option_strings))
+                if (each is action if action else any(prefix in n for n in each.option_strings))
             ]
             if matches:
                 sections[group] = matches
@@ -202,9 +202,9 @@ class Parser(argparse.ArgumentParser):
         def plain(title: str) -> str:
             return re.sub(r"[-_ ]|(config|options)$", "", title.lower())
 
-        wanted = plain(word)
-        wanted = plain(self.other_groups.get(wanted, wanted))
-        groups = (group for group in self._titled_groups() if plain(str(group.title)) == wanted)
+        group_name = plain(word)
+        group_name = plain(self.other_groups.get(group_name, group_name))
+        groups = (group for group in self._titled_groups() if plain(str(group.title)) == group_name)
         return next(groups, None)
 
     def _sections(

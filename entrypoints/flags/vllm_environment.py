@@ -153,8 +153,8 @@ OTHERWISE = "it is about vLLM's own code"
 
 
 def variable(name: str) -> Variable:
-    if (known := VARIABLES.get(name)) is not None:
-        return known
+    if (entry := VARIABLES.get(name)) is not None:
+        return entry
     why = next((why for start, why in GROUPS.items() if name.startswith(start)), OTHERWISE)
     return _none(why)
 

@@ -40,8 +40,8 @@ def chosen(
             raise Refused(refused[key])
         if otherwise is not None:
             return otherwise(value)
-        known = ", ".join(sorted({*words, *unneeded}))
-        raise Refused(f"{value} is no value that is known here; these are: {known}")
+        names = ", ".join(sorted({*words, *unneeded}))
+        raise Refused(f"{value} is no value that is known here; these are: {names}")
 
     return Option("equivalent", text, nargs, become)
 

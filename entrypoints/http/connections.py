@@ -1,69 +1,31 @@
 """Client connections: number, timeouts, and responses to malformed HTTP.
 
-A `Connection` adds limits to aiohttp's parser; with TLS, a `Handshake` precedes it. Beyond the
-limit, the oldest connection without a request is closed for a new one; if all have requests, the
-new one is refused.
+A `Connection` adds limits to aiohttp's parser. Beyond the limit, the oldest connection without a
+request is closed for a new one; if all have requests, the new one is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import functools
 import logging
-import os
-import resource
-import ssl
-import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Any, Protocol, cast
 
-from aiohttp import hdrs, web
+from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError
 
 from ...core.errors import InvalidRequest, JackfieldError, RequestFailed, TooManyConnections
-from .body import Request
 from .connection_limits import MIN_BODY_RATE, ConnectionLimits
 from .context import encoder, error_body, error_reply
+from .descriptors import RepeatedWarning, max_connections
 
 logger = logging.getLogger("jackfield.http")
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 SERVER_NAME = "jackfield"
 """`Server` header without versions of Python and aiohttp."""
-RESERVED = 256
-"""Descriptors for files, models, and processes' sockets."""
-MOST_DESCRIPTORS = 65_536
-"""Highest value to which the soft limit is raised."""
-SHUTDOWN_SECONDS = 5.0
-"""Seconds for a client to agree to a TLS connection's end."""
-NO_LIMIT = 1e6
-"""Stands for no limit, in seconds."""
-PROBE_SECONDS = 1.0
-"""Seconds between checks for free descriptors."""
-REPEAT_SECONDS = 10.0
-"""Period in which a frequent warning is logged once."""
 
 
 class BodyTooSlow(web.RequestPayloadError):
     """A body did not arrive in time."""
-
-
-class RepeatedWarning:
-    """Logs a warning once per REPEAT_SECONDS, with its count."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._next = 0.0
-
-    def warn(self, message: str) -> None:
-        self._count += 1
-        now = time.monotonic()
-        if now >= self._next:
-            times = f" ({self._count} times)" if self._count > 1 else ""
-            logger.warning("%s%s", message, times)
-            self._next, self._count = now + REPEAT_SECONDS, 0
 
 
 class Counted(Protocol):
@@ -116,91 +78,6 @@ class Connections:
 
     def remove(self, connection: Counted) -> None:
         self._open.pop(connection, None)
-
-
-class Handshake(asyncio.Protocol):
-    """A TLS connection before its handshake, counted as idle.
-
-    The event loop's own TLS listener shows a connection only afterwards, so unfinished handshakes
-    would be bounded neither in number nor by `--timeout-header`.
-    """
-
-    idle = True
-
-    def __init__(
-        self,
-        tls: ssl.SSLContext,
-        open: Connections,
-        connection: Callable[[], Connection],
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        self._tls = tls
-        self._open = open
-        self._connection = connection
-        self._loop = loop
-        self._received: list[bytes] = []
-        """Received before `start_tls` began, then decrypted before it returned."""
-        self._has_begun = False
-        self._lost = False
-        self._transport: asyncio.Transport
-        self._task: asyncio.Task[None]
-
-    def evict(self) -> None:
-        self._transport.abort()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        if not self._open.admit(self):
-            self._transport.abort()  # There is no way yet to say why.
-            return
-        self._task = self._loop.create_task(self._run())
-
-    def data_received(self, data: bytes) -> None:
-        self._received.append(data)
-        if not self._has_begun:  # uvloop reads before it runs the task.
-            self._transport.pause_reading()
-
-    def connection_lost(self, _: BaseException | None) -> None:
-        self._lost = True
-
-    def _hand_over(self, received: list[bytes]) -> None:
-        """Pass early data to `start_tls`'s protocol before it begins."""
-        protocol = cast(asyncio.BufferedProtocol, self._transport.get_protocol())
-        rest = b"".join(received)
-        while rest:
-            buffer = memoryview(protocol.get_buffer(len(rest)))
-            size = min(len(buffer), len(rest))
-            buffer[:size], rest = rest[:size], rest[size:]
-            protocol.buffer_updated(size)
-
-    async def _run(self) -> None:
-        if self._transport.is_closing():
-            return self._open.remove(self)
-        seconds = self._open.limits.header_seconds
-        self._has_begun = True
-        self._loop.call_soon(self._hand_over, self._received)
-        self._received = []
-        try:
-            transport = await self._loop.start_tls(
-                self._transport,
-                self,
-                self._tls,
-                server_side=True,
-                ssl_handshake_timeout=seconds or NO_LIMIT,
-                ssl_shutdown_timeout=SHUTDOWN_SECONDS,
-            )
-        except OSError as error:  # Those of ssl are, too.
-            logger.debug("a TLS handshake failed: %s", error)
-            return
-        finally:
-            self._open.remove(self)
-        if transport is None or transport.is_closing() or self._lost:
-            return  # It was lost, or evicted, meanwhile.
-        connection = self._connection()
-        transport.set_protocol(connection)
-        connection.connection_made(transport)
-        for data in self._received:
-            connection.data_received(data)
 
 
 class Connection(web.RequestHandler):
@@ -393,134 +270,3 @@ def raw_response(error: JackfieldError, status: int | None = None) -> bytes:
     if error.retry_after is not None:
         lines.append(f"Retry-After: {error.retry_after}")
     return "\r\n".join([*lines, "", ""]).encode("ascii") + body
-
-
-def _without_odd_expectations(handler: Handler) -> Handler:
-    """Return a handler that refuses an `Expect` that aiohttp would quote but cannot encode."""
-
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        if request.headers.get(hdrs.EXPECT, "").isascii():
-            return await handler(request)
-        response = error_reply(InvalidRequest("Expect: must be 100-continue"), 417)
-        response.headers["Server"] = SERVER_NAME
-        return response
-
-    return handle
-
-
-class _Server(web.Server):
-    def __init__(
-        self,
-        app: web.Application,
-        server: web.Server,
-        open: Connections,
-        tls: ssl.SSLContext | None,
-        **options: Any,
-    ) -> None:
-        factory = functools.partial(app._make_request, _cls=Request)
-        super().__init__(
-            _without_odd_expectations(server.request_handler),
-            request_factory=factory,
-            handler_cancellation=server.handler_cancellation,
-        )
-        self._open = open
-        self._tls = tls
-        self._options = options
-
-    def __call__(self) -> Any:
-        return self._connection() if self._tls is None else self._handshake(self._tls)
-
-    def _connection(self) -> Connection:
-        return Connection(self, self._open, loop=self._loop, **self._options)
-
-    def _handshake(self, tls: ssl.SSLContext) -> Handshake:
-        return Handshake(tls, self._open, self._connection, self._loop)
-
-
-class Runner(web.AppRunner):
-    """Runs an application over `Connection`s and `Request`s. With `tls`, its sites listen without:
-    connections begin with a `Handshake`.
-    """
-
-    __slots__ = ("_limits", "_options", "_tls", "open")
-
-    def __init__(
-        self,
-        app: web.Application,
-        limits: ConnectionLimits,
-        *,
-        tls: ssl.SSLContext | None = None,
-        shutdown_timeout: float,
-        **options: Any,
-    ) -> None:
-        super().__init__(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
-        self._limits = limits
-        self._tls = tls
-        self._options = options
-
-    async def _make_server(self) -> web.Server:
-        self.open = Connections(self._limits)
-        return _Server(
-            self.app,
-            await super()._make_server(),
-            self.open,
-            self._tls,
-            keepalive_timeout=self._limits.idle_seconds,
-            auto_decompress=False,
-            **self._options,
-        )
-
-
-# ---------------------------------------------------------------- descriptors
-
-
-def raise_descriptors() -> int:
-    """Raise the soft limit of open descriptors; return it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft == resource.RLIM_INFINITY or soft >= limit:
-        return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    return limit
-
-
-def max_connections() -> int:
-    """Return how many connections the descriptors allow."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        soft = MOST_DESCRIPTORS
-    return max(soft - RESERVED, soft // 2)
-
-
-@asynccontextmanager
-async def watching_descriptors() -> AsyncIterator[None]:
-    """Log, at intervals, a lack of descriptors.
-
-    Neither event loop reports it.
-    """
-    task = asyncio.create_task(_watch_descriptors())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def _watch_descriptors() -> None:
-    warning = RepeatedWarning()
-    while True:
-        if not descriptors_left():
-            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            warning.warn(
-                f"connections are refused: this process has no descriptor left (its limit is "
-                f"{soft}; raise it with ulimit -n, or lower --max-connections)"
-            )
-        await asyncio.sleep(PROBE_SECONDS)
-
-
-def descriptors_left() -> bool:
-    try:
-        os.close(os.open(os.devnull, os.O_RDONLY))
-    except OSError as error:
-        return error.errno not in (errno.EMFILE, errno.ENFILE)
-    return True

@@ -51,10 +51,10 @@ def model_name(engine: AsyncEngine, name: str | None) -> str:
 
 def usable(cards: Iterable[AdapterCard], tenant: Tenant) -> list[AdapterCard]:
     """Return the adapters that a tenant may use, its own before everyone's of the same name."""
-    found: dict[str, AdapterCard] = {}
+    card_of: dict[str, AdapterCard] = {}
     for card in cards:
         if card.owner == tenant.owner:
-            found[card.name] = card
+            card_of[card.name] = card
         elif not card.owner and tenant.limits.may_use(card.name):
-            found.setdefault(card.name, card)
-    return list(found.values())
+            card_of.setdefault(card.name, card)
+    return list(card_of.values())

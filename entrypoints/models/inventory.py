@@ -33,11 +33,11 @@ def stored_models(download_dir: str | None = None) -> list[StoredModel]:
     aliases: dict[str, tuple[str, ...]] = {}
     for alias, model in read_aliases().items():
         aliases[model] = (*aliases.get(model, ()), alias)
-    found = [
+    models = [
         msgspec.structs.replace(each, aliases=tuple(_aliases_of(each, aliases)))
         for each in (*_of_hub(download_dir), *_of_stores(download_dir))
     ]
-    return sorted(found, key=lambda each: (each.name, each.revision))
+    return sorted(models, key=lambda each: (each.name, each.revision))
 
 
 def _aliases_of(model: StoredModel, aliases: dict[str, tuple[str, ...]]) -> Iterator[str]:

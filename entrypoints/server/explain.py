@@ -44,8 +44,8 @@ def _file_lines(parser: Parser, argv: list[str]) -> list[Line]:
     args, _ = parser.parse_known_args(_without_refused(parser, argv))
     if args.config is None:
         return []
-    given = len(argv)
-    return translated(parser, with_config(parser, argv, args)[given:])
+    num_words = len(argv)
+    return translated(parser, with_config(parser, argv, args)[num_words:])
 
 
 def _without_refused(parser: Parser, argv: list[str]) -> list[str]:
@@ -88,11 +88,11 @@ def _problem(parser: Parser, words: list[str]) -> str:
 
 
 def _text(line: Line) -> str:
-    given = shlex.join(words_without_secrets(line.given))
+    words = shlex.join(words_without_secrets(line.given))
     if line.state == "same":
-        return f"{given}: the same"
+        return f"{words}: the same"
     if line.state == "equivalent":
-        return f"{given}: becomes {shlex.join(words_without_secrets(line.words)) or 'nothing'}"
+        return f"{words}: becomes {shlex.join(words_without_secrets(line.words)) or 'nothing'}"
     if line.state == "unknown":
-        return f"{given}: unknown; {line.note}"
-    return f"{given}: {'has no effect' if line.state == 'no effect' else 'refused'}: {line.note}"
+        return f"{words}: unknown; {line.note}"
+    return f"{words}: {'has no effect' if line.state == 'no effect' else 'refused'}: {line.note}"

@@ -21,9 +21,10 @@ from ...core.registry import Plugins
 from ...core.worker.serving_process import prepare_to_serve
 from ..http.auth.api_keys import KeyRing
 from ..http.auth.tenants import TENANCY
-from ..http.connections import Runner, raise_descriptors, watching_descriptors
+from ..http.descriptors import raise_descriptors, watching_descriptors
 from ..http.options import ServerOptions
 from ..http.request_log import access, lines_of
+from ..http.runner import Runner
 from ..http.tls import refreshing
 from ..stdout import announce
 from .app import make_app

@@ -97,10 +97,10 @@ class GgufFormat:
 
 
 def _changes(file: GgufFile) -> AdapterFile:
-    for key, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
-        if file.fields.get(key) != wanted:
+    for key, value in (("general.type", "adapter"), ("adapter.type", "lora")):
+        if file.fields.get(key) != value:
             raise ConfigError(
-                f"{key}: must be {wanted!r}, and {file.name} has {shown(file.fields.get(key))}",
+                f"{key}: must be {value!r}, and {file.name} has {shown(file.fields.get(key))}",
                 param=key,
             )
     architecture = file.fields.get("general.architecture")
@@ -167,13 +167,13 @@ def _of_layer(file: GgufFile, name: str, family: Family, alpha: float) -> list[L
     """Return the changes of a layer, or of all experts."""
     a, b = file.tensors[name + A].shape, file.tensors[name + B].shape
     read_a, read_b = partial(file.read, name + A), partial(file.read, name + B)
-    layer, found = "", BLOCK.fullmatch(name)
+    layer, match = "", BLOCK.fullmatch(name)
     if name == "token_embd.weight":
         layer, a, read_a = "model.embed_tokens", a[::-1], partial(_transposed, read_a)
     elif name == "output.weight":
         layer = "lm_head"
-    elif found is not None:
-        number, leaf = found.groups()
+    elif match is not None:
+        number, leaf = match.groups()
         if leaf in family.layers:
             layer = f"model.layers.{number}.{family.layers[leaf]}"
         elif leaf in family.experts:

@@ -116,20 +116,20 @@ class GgufFile(RegularFile):
         return value
 
     def _tensors(self, count: int) -> dict[str, GgufTensor]:
-        found: dict[str, GgufTensor] = {}
+        tensors: dict[str, GgufTensor] = {}
         for _ in range(count):
             name = self._text()
             (num_dims,) = self._take("I")
-            if num_dims > MAX_DIMS or name in found:
+            if num_dims > MAX_DIMS or name in tensors:
                 raise self.refused(f"the tensor {shown(name)} is there twice, or has too many dims")
             *shape, kind, offset = self._take(f"{num_dims}QIQ")
-            found[name] = GgufTensor(tuple(reversed(shape)), kind, offset)
+            tensors[name] = GgufTensor(tuple(reversed(shape)), kind, offset)
         alignment = self.fields.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 16:
             raise self.refused(f"its alignment is {shown(alignment)}")
         begin = -(-self._position // alignment) * alignment
         placed = {}
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             if tensor.kind not in (*DTYPES, Q8_0):
                 raise ConfigError(
                     f"{name}: an adapter's tensors are F32, F16, BF16 or Q8_0, and this one is of "

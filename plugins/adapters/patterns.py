@@ -169,12 +169,12 @@ class Pattern:
         for sign, bounds in (("*", (0, UNBOUNDED)), ("+", (1, UNBOUNDED)), ("?", (0, 1))):
             if self._taken(sign):
                 return bounds
-        found = REPEAT.match(self._text, self._position)
-        if found is None:
+        repeat = REPEAT.match(self._text, self._position)
+        if repeat is None:
             return None
-        self._position = found.end()
-        least = int(found[1] or 0)
-        most = least if not found[2] else int(found[3]) if found[3] else UNBOUNDED
+        self._position = repeat.end()
+        least = int(repeat[1] or 0)
+        most = least if not repeat[2] else int(repeat[3]) if repeat[3] else UNBOUNDED
         if max(least, most) > MAX_REPEAT:
             raise ValueError(f"a repeat of more than {MAX_REPEAT}")
         if UNBOUNDED < most < least:
@@ -310,31 +310,31 @@ class Patterns:
                 f"{param}: at most {MAX_PATTERNS} patterns are read, got {len(keys)}", param=param
             )
         self._keys = tuple((key, self._compiled(key)) for key in keys)
-        self._found: dict[str, str | None] = {}
+        self._pattern_of: dict[str, str | None] = {}
         self._steps = 0
 
     def key_of(self, name: str) -> str | None:
         """Return the first key that matches a layer's name. Raises ConfigError if all matches
         together take too long."""
-        if name not in self._found:
-            self._found[name] = self._first(name)
-        return self._found[name]
+        if name not in self._pattern_of:
+            self._pattern_of[name] = self._first(name)
+        return self._pattern_of[name]
 
     def _first(self, name: str) -> str | None:
         for key, pattern in self._keys:
             if isinstance(pattern, re.Pattern):
                 self._steps += STEPS_OF_RE
-                found = pattern.match(name) is not None
+                matches = pattern.match(name) is not None
             else:
                 before = pattern.steps
-                found = pattern.matches(name)
+                matches = pattern.matches(name)
                 self._steps += pattern.steps - before
             if self._steps > MAX_STEPS:
                 raise ConfigError(
                     f"{self._param}: its patterns take too long; give the names of layers instead",
                     param=self._param,
                 )
-            if found:
+            if matches:
                 return key
         return None
 

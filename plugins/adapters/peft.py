@@ -330,7 +330,7 @@ class _Reader:
     def _token_rows(self) -> tuple[TokenRows, ...]:
         field = "trainable_token_indices"
         indices = self._settings.trainable_tokens
-        found: list[TokenRows] = []
+        token_rows: list[TokenRows] = []
         for name, key in sorted(self._rows.items()):
             if isinstance(indices, Mapping):
                 ids = next((ids for each, ids in indices.items() if name.endswith(each)), None)
@@ -343,14 +343,14 @@ class _Reader:
                     f"{field}: has {count} tokens of {name}, and the file rows {list(shape)}",
                     param=field,
                 )
-            found.append(TokenRows(name=name, token_ids=ids, rows=self._tensor(key)))
+            token_rows.append(TokenRows(name=name, token_ids=ids, rows=self._tensor(key)))
         # Of embeddings and a head that are tied, and have the same tokens, one is saved.
         wanted = indices.values() if isinstance(indices, Mapping) else [indices or ()]
-        if missing := {ids for ids in wanted if ids} - {rows.token_ids for rows in found}:
+        if missing := {ids for ids in wanted if ids} - {rows.token_ids for rows in token_rows}:
             raise ConfigError(
                 f"{field}: the file has no rows of the tokens {shown(min(missing))}", param=field
             )
-        return tuple(found)
+        return tuple(token_rows)
 
     def _check_replaced(self, names: Iterable[str]) -> None:
         """Refuse what is changed in two ways; note what no setting names."""

@@ -149,11 +149,11 @@ class Settings:
     @cached_property
     def _parameters(self) -> dict[str, set[str]]:
         """The modules that `target_parameters` names, or "", with their parameters."""
-        found: dict[str, set[str]] = {}
+        parameters: dict[str, set[str]] = {}
         for each in self.target_parameters:
             module, _, leaf = each.rpartition(".")
-            found.setdefault(module, set()).add(leaf)
-        return found
+            parameters.setdefault(module, set()).add(leaf)
+        return parameters
 
     def parameters_of(self, module: str, count: int) -> list[str]:
         """Return the parameters of a module that `target_parameters` names; those that it names

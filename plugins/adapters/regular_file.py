@@ -29,9 +29,9 @@ class RegularFile:
         self.name = path.name
         self._descriptor = open_regular(path, folder)
         weakref.finalize(self, os.close, self._descriptor)
-        found = os.fstat(self._descriptor)
-        self.size = found.st_size
-        self._identity = _identity(found)
+        status = os.fstat(self._descriptor)
+        self.size = status.st_size
+        self._identity = _identity(status)
 
     def read_bytes(self, offset: int, size: int) -> bytes:
         """Read bytes. Raises ConfigError if the file has changed since it was opened."""
@@ -77,5 +77,5 @@ def open_regular(path: Path, folder: Path) -> int:
     return descriptor
 
 
-def _identity(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -11,12 +11,10 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...core.cache.formats import QUANTIZED_FORMATS
 from ...core.nn.context import BatchLayout, MixedRows
@@ -30,14 +28,13 @@ from ...core.protocols.attention import (
     Projection,
 )
 from .torch_levels import sees_all
+from .triton_dense import Run, dense_attention, divide_rows, prefers_dense
 
 try:
     from ...kernels.attention.decode_splits import choose_num_splits, workspace_elements
     from ...kernels.attention.fused_decode_attention import fits_registers, fused_decode_attention
-    from ...kernels.attention.leveled_attention import leveled_attention
-    from ...kernels.attention.paged_attention_decode import paged_attention_decode
-    from ...kernels.attention.paged_attention_prefill import paged_attention_prefill
     from ...kernels.attention.quantized_tiles import is_narrow
+    from .triton_call import LayerCall, layer_arguments
 
     _MISSING = None
 except ImportError as error:
@@ -47,11 +44,6 @@ MAX_GROUP = 128
 MAX_HEAD_DIM = 512
 MAX_WIDE_GROUP = 64
 """Most query heads that share a key head of over 256 channels."""
-DENSE_TOKENS = 2048
-"""Number of tokens from which a row with nothing cached uses torch's dense attention (cuDNN)."""
-DENSE_STEP, DENSE_ROWS = 6144, 4
-"""Fewest tokens, and most rows, of steps that are launched instead of replayed for it: recorded
-steps use our kernel for all rows."""
 FUSED_PROGRAMS = 128
 """Most rows times kv heads of a fused decode launch: beyond, the plain kernel saves more than its
 launches cost."""
@@ -70,18 +62,6 @@ class TritonMetadata:
     layout: BatchLayout
     num_decode_rows: int
     runs: tuple[Run, ...]
-
-
-class Run(NamedTuple):
-    """Rows [first_row, end_row), tokens [first_token, end_token)."""
-
-    first_row: int
-    end_row: int
-    first_token: int
-    end_token: int
-    max_query_len: int
-    fresh: bool
-    """Long rows of one length with nothing cached."""
 
 
 class Workspace(NamedTuple):
@@ -166,33 +146,15 @@ class TritonAttention(AttentionBackend):
             return TritonMetadata(layout, 0, ())
         if layout.decode_only and layout.num_tokens == rows:
             return TritonMetadata(layout, rows, ())
-        starts = layout.query_start_cpu[: rows + 1]
-        lengths = np.diff(starts)
-        longer = lengths != 1
+        longer = np.diff(layout.query_start_cpu[: rows + 1]) != 1
         decode_rows = int(np.argmax(longer)) if longer.any() else rows
-        fresh = (lengths >= DENSE_TOKENS) & (layout.seq_lens_cpu[:rows] == lengths) & self._dense
-        runs: list[Run] = []
-        first = decode_rows
-        for row in [*(np.flatnonzero(fresh[decode_rows:]) + decode_rows).tolist(), rows]:
-            if first < row:
-                most = int(lengths[first:row].max())
-                runs.append(Run(first, row, int(starts[first]), int(starts[row]), most, False))
-            if row < rows:
-                begin, end = int(starts[row]), int(starts[row + 1])
-                run = Run(row, row + 1, begin, end, end - begin, True)
-                if runs and runs[-1].fresh and runs[-1].max_query_len == run.max_query_len:
-                    before = runs.pop()
-                    run = run._replace(first_row=before.first_row, first_token=before.first_token)
-                runs.append(run)
-            first = row + 1
-        return TritonMetadata(layout, decode_rows, tuple(runs))
+        return TritonMetadata(
+            layout, decode_rows, divide_rows(layout, decode_rows, dense=self._dense)
+        )
 
     def prefers_launch(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> bool:
         """Prefer it for large steps of long prompts alone, which torch's dense attention takes."""
-        if not self._dense or len(query_lens) > DENSE_ROWS:
-            return False
-        fresh = (query_lens >= DENSE_TOKENS) & (seq_lens == query_lens)
-        return int(query_lens[fresh].sum()) >= DENSE_STEP
+        return self._dense and prefers_dense(query_lens, seq_lens)
 
     def forward(
         self,
@@ -206,155 +168,72 @@ class TritonAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
         distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        layout, rows = metadata.layout, metadata.num_decode_rows
-        if layout.levels is not None and sees_all(spec, self.max_model_len):
-            return self._forward_leveled(spec, query, key, value, kv_cache, metadata, sinks)
-        if layout.mixed is not None:
-            return self._forward_mixed(
-                spec, query, kv_cache, layout, layout.mixed, sinks, distance_bias
-            )
-        if len(metadata.runs) == 1 and not rows and _takes_dense(spec, metadata.runs[0]):
-            return _dense(spec, query, key, value, metadata.runs[0])
+        layout, rows, runs = metadata.layout, metadata.num_decode_rows, metadata.runs
+        if len(runs) == 1 and not rows and runs[0].is_dense(spec):
+            return dense_attention(spec, query, key, value, runs[0])
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         slopes = None if spec.alibi_slopes is None else self._slopes(spec.alibi_slopes)
-        if rows:
-            paged_attention_decode(
-                query[:rows],
-                kv_cache,
-                layout.block_table,
-                layout.seq_lens,
-                **layer_arguments(spec),
-                alibi_slopes=slopes,
-                distance_bias=distance_bias,
-                sinks=sinks,
-                num_splits=self._num_splits(spec, rows, query.dtype, is_narrow(kv_cache)),
-                workspace=self._workspace(spec, query.dtype).floats,
-                out=out[:rows],
-            )
-        for run in metadata.runs:
-            tokens = slice(run.first_token, run.end_token)
-            if _takes_dense(spec, run):
-                out[tokens] = _dense(spec, query[tokens], key[tokens], value[tokens], run)
-                continue
-            paged_attention_prefill(
-                query,
-                kv_cache,
-                layout.block_table,
-                layout.query_start,
-                layout.seq_lens[: run.end_row],
-                **layer_arguments(spec),
-                max_query_len=run.max_query_len,
-                alibi_slopes=slopes,
-                distance_bias=distance_bias,
-                sinks=sinks,
-                first_row=run.first_row,
-                num_tokens=run.end_token - run.first_token,
-                out=out,
-            )
+        call = LayerCall(
+            spec, query, key, value, kv_cache, layout, slopes, distance_bias, sinks, out
+        )
+        self.attend(call, metadata)
         return out
 
-    def _forward_leveled(
-        self,
-        spec: AttentionSpec,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: TritonMetadata,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, call: LayerCall, metadata: TritonMetadata) -> None:
+        """Launch the kernels of a step's rows."""
+        layout, rows = metadata.layout, metadata.num_decode_rows
+        if layout.levels is not None and sees_all(call.spec, self.max_model_len):
+            return self._attend_leveled(call, metadata)
+        if layout.mixed is not None:
+            return self._attend_mixed(call, layout.mixed)
+        if rows:
+            call.decode(rows, *self._splits(call, rows))
+        for run in metadata.runs:
+            if run.is_dense(call.spec):
+                call.dense(run)
+                continue
+            call.prefill(
+                run.max_query_len, first_row=run.first_row, end_row=run.end_row,
+                num_tokens=run.end_token - run.first_token,
+            )  # fmt: skip
+
+    def _attend_leveled(self, call: LayerCall, metadata: TritonMetadata) -> None:
         """Attend to tokens in levels, too: one launch for rows of one token, and one for others. A
         recorded step with prompts takes one for all.
         """
-        layout, out = (
-            metadata.layout,
-            torch.empty(query.shape, dtype=query.dtype, device=query.device),
-        )
-        assert layout.levels is not None and layout.slots is not None, "as levels need them"
-        assert isinstance(kv_cache, torch.Tensor), "levels are of caches in the model's type"
-
-        def attend(max_query_len: int, **rows: Any) -> None:
-            assert layout.levels is not None and layout.slots is not None
-            leveled_attention(
-                query, kv_cache, layout.block_table, layout.query_start, layout.seq_lens,
-                layout.levels.tokens, layout.levels.formats, layout.slots, scale=spec.scale,
-                max_query_len=max_query_len, soft_cap=spec.soft_cap, sinks=sinks, out=out, **rows,
-            )  # fmt: skip
-
-        if layout.mixed is not None:
-            attend(layout.max_query_len)
-            return out
+        if metadata.layout.mixed is not None:
+            return call.leveled(metadata.layout.max_query_len)
         if rows := metadata.num_decode_rows:
-            splits = self._num_splits(spec, rows, query.dtype, narrow=False)
-            workspace = self._workspace(spec, query.dtype).floats
-            attend(1, num_rows=rows, num_tokens=rows, num_splits=splits, workspace=workspace)
+            num_splits, workspace = self._splits(call, rows)
+            call.leveled(
+                1, num_rows=rows, num_tokens=rows, num_splits=num_splits, workspace=workspace
+            )
         for run in metadata.runs:
-            tokens = slice(run.first_token, run.end_token)
-            # Nothing is cached of fresh rows, in levels or not.
-            if _takes_dense(spec, run):
-                out[tokens] = _dense(spec, query[tokens], key[tokens], value[tokens], run)
+            if run.is_dense(call.spec):
+                call.dense(run)
                 continue
-            attend(
+            call.leveled(
                 run.max_query_len, first_row=run.first_row, num_rows=run.end_row - run.first_row,
                 num_tokens=run.end_token - run.first_token,
             )  # fmt: skip
-        return out
 
-    def _forward_mixed(
-        self,
-        spec: AttentionSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        layout: BatchLayout,
-        mixed: MixedRows,
-        sinks: torch.Tensor | None,
-        distance_bias: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _attend_mixed(self, call: LayerCall, mixed: MixedRows) -> None:
         """Launch both kernels over the maximum number of rows; each selects its rows on the device.
 
         They run in parallel: one is bound by memory, the other by products.
         """
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        slopes = None if spec.alibi_slopes is None else self._slopes(spec.alibi_slopes)
+        layout, rows = call.layout, mixed.max_decode_rows
 
         def prompts() -> None:
-            paged_attention_prefill(
-                query,
-                kv_cache,
-                layout.block_table,
-                layout.query_start,
-                layout.seq_lens,
-                **layer_arguments(spec),
-                max_query_len=layout.max_query_len,
-                alibi_slopes=slopes,
-                distance_bias=distance_bias,
-                sinks=sinks,
-                num_tokens=layout.num_tokens,
-                out=out,
-                bounds=mixed.bounds,
+            call.prefill(
+                layout.max_query_len, num_tokens=layout.num_tokens, bounds=mixed.bounds,
                 max_rows=mixed.max_prompt_rows,
-            )
+            )  # fmt: skip
 
-        rows = mixed.max_decode_rows
         if not rows:
-            prompts()
-            return out
+            return prompts()
         with self._beside(prompts):
-            paged_attention_decode(
-                query[:rows],
-                kv_cache,
-                layout.block_table,
-                layout.seq_lens,
-                **layer_arguments(spec),
-                alibi_slopes=slopes,
-                distance_bias=distance_bias,
-                sinks=sinks,
-                num_splits=self._num_splits(spec, rows, query.dtype, is_narrow(kv_cache)),
-                workspace=self._workspace(spec, query.dtype).floats,
-                out=out[:rows],
-                query_start=layout.query_start,
-            )
-        return out
+            call.decode(rows, *self._splits(call, rows), query_start=layout.query_start)
 
     @contextlib.contextmanager
     def _beside(self, work: Callable[[], None]) -> Iterator[None]:
@@ -436,6 +315,12 @@ class TritonAttention(AttentionBackend):
             self._slope_tensors[slopes] = slopes_tensor
         return slopes_tensor
 
+    def _splits(self, call: LayerCall, rows: int) -> tuple[int, torch.Tensor]:
+        """Return the number of splits of the first `rows` rows, and the space of their sums."""
+        narrow = is_narrow(call.kv_cache)
+        num_splits = self._num_splits(call.spec, rows, call.query.dtype, narrow)
+        return num_splits, self._workspace(call.spec, call.query.dtype).floats
+
     def _num_splits(self, spec: AttentionSpec, rows: int, dtype: torch.dtype, narrow: bool) -> int:
         longest, reach = self.max_model_len, spec.reach
         if reach is not None:
@@ -470,55 +355,3 @@ class TritonAttention(AttentionBackend):
             )
             self._workspaces[shape] = workspace
         return workspace
-
-
-def layer_arguments(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the arguments of a layer that all kernels take."""
-    return {
-        "scale": spec.scale,
-        "sliding_window": spec.sliding_window,
-        "attention_chunk_size": spec.attention_chunk_size,
-        "chunk_lookback": spec.chunk_lookback,
-        "soft_cap": spec.soft_cap,
-        "cache_scales": (spec.key_scale, spec.value_scale),
-    }
-
-
-def _takes_dense(spec: AttentionSpec, run: Run) -> bool:
-    reach = spec.reach
-    return (
-        run.fresh
-        and spec.features <= {"sliding_window", "attention_chunk_size", "chunk_lookback"}
-        and (reach is None or reach.most_tokens >= run.max_query_len)
-        and spec.head_dim % 8 == 0
-        and spec.head_dim <= 128
-    )
-
-
-def _dense(
-    spec: AttentionSpec,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    run: Run,
-) -> torch.Tensor:
-    """Compute whole rows of one length with cuDNN's kernel, which is faster from some thousand
-    tokens on.
-
-    query: [rows * tokens, num_heads, head_dim]; key, value: [rows * tokens, num_kv_heads, head_dim]
-    """
-    rows = run.end_row - run.first_row
-    queries, keys, values = (
-        part.view(rows, run.max_query_len, *part.shape[1:]).transpose(1, 2)
-        for part in (query, key, value)
-    )
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        out: torch.Tensor = F.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            is_causal=True,
-            scale=spec.scale,
-            enable_gqa=spec.num_heads != spec.num_kv_heads,
-        )
-    return out.transpose(1, 2).flatten(0, 1)

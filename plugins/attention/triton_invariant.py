@@ -7,20 +7,16 @@ row with a long context thus has as many programs as key heads, and takes longer
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import torch
 
 from ...core.nn.context import BatchLayout
-from ...core.nn.kv_cache.quantized_cache import KVCache
-from ...core.protocols.attention import AttentionSpec, ProjectedLayer
-from .triton import TritonAttention, TritonMetadata, layer_arguments
+from ...core.protocols.attention import ProjectedLayer
+from .triton import TritonAttention, TritonMetadata
 
-try:
-    from ...kernels.attention.paged_attention_prefill import paged_attention_prefill
-except ImportError:
-    pass  # `supports` says why.
+if TYPE_CHECKING:
+    from .triton_call import LayerCall
 
 
 class InvariantTritonAttention(TritonAttention):
@@ -38,30 +34,5 @@ class InvariantTritonAttention(TritonAttention):
     def plan_projection(self, layer: ProjectedLayer) -> None:
         return None
 
-    def forward(
-        self,
-        spec: AttentionSpec,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: TritonMetadata,
-        *,
-        sinks: torch.Tensor | None = None,
-        distance_bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        layout = metadata.layout
-        return paged_attention_prefill(
-            query,
-            kv_cache,
-            layout.block_table,
-            layout.query_start,
-            layout.seq_lens,
-            **layer_arguments(spec),
-            max_query_len=layout.max_query_len,
-            alibi_slopes=None if spec.alibi_slopes is None else self._slopes(spec.alibi_slopes),
-            distance_bias=distance_bias,
-            sinks=sinks,
-            uniform=True,
-            out=torch.empty(query.shape, dtype=query.dtype, device=query.device),
-        )
+    def attend(self, call: LayerCall, metadata: TritonMetadata) -> None:
+        call.prefill(call.layout.max_query_len, uniform=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...core.adapters.file import AdapterFile, ExpertsLowRank, LowRank
 from ...core.errors import ConfigError
-from ...core.nn.adapters import ActiveAdapters, LayerChange, LowRankChange, SpecialTokens
+from ...core.nn.adapter_sites import ActiveAdapters, LayerChange, LowRankChange, SpecialTokens
 from ...core.nn.step_operations.adapters import CHUNK_TOKENS, AdapterTables, chunk_count
 from ...core.worker.adapters.host_change import HostChange, Piece
 from ...core.worker.adapters.pool import AdapterPool

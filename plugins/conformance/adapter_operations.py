@@ -68,13 +68,13 @@ class AdapterChecks:
             )  # fmt: skip
             assert got.places.shape == (count,) and got.tokens.shape == (count, size)
             assert got.places.dtype == got.tokens.dtype == torch.int32
-            found = [
+            matrices = [
                 (token, place)
                 for place, listed in zip(got.places.tolist(), got.tokens.tolist(), strict=True)
                 for token in listed
                 if place >= 0 and token >= 0
             ]
-            assert sorted(found) == sorted(want.items())
+            assert sorted(matrices) == sorted(want.items())
 
     def site(self, dtype: torch.dtype) -> SiteWeights:
         """Return adapters whose rank rows are anywhere; what no adapter has is NaN."""
@@ -120,7 +120,7 @@ class AdapterChecks:
         places[0] = 1
         x = self.draw(tokens, SIZE + 8, dtype=dtype, seed=3)[:, :SIZE]
         wider = self.draw(tokens, BOUNDS[-1] + 8, dtype=dtype, seed=4)
-        base, kept, given = wider[:, : BOUNDS[-1]].clone(), wider.clone(), x.clone()
+        base, kept, before = wider[:, : BOUNDS[-1]].clone(), wider.clone(), x.clone()
         chunks, out = self.chunks(places, size), wider[:, : BOUNDS[-1]]
         exact = site._replace(a=site.a.float(), b=site.b.float())
         for kind in (dtype, torch.float32):
@@ -133,7 +133,7 @@ class AdapterChecks:
         operations.add_adapters(out, x, chunks, site)
         want = base.float().clone()
         REFERENCE.add_adapters(want, x.float(), chunks, exact)
-        assert torch.equal(x, given), "add_adapters overwrites x"
+        assert torch.equal(x, before), "add_adapters overwrites x"
         self.near(out, want, dtype)
         plain = torch.tensor([place < 0 for place in places])
         assert torch.equal(out[plain], base[plain]), "rows without an adapter are written"

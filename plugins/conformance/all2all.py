@@ -94,12 +94,12 @@ class All2AllKit(GroupKit):
         rounds = [self.tokens(counts, 1, 2, seed) for seed, counts in enumerate(sizes)]
 
         def work(group: Any, device: torch.device) -> bool:
-            given = [tuple(p.to(device, copy=True) for p in each[group.rank]) for each in rounds]
+            inputs = [tuple(p.to(device, copy=True) for p in each[group.rank]) for each in rounds]
             results = [
                 self.there_and_back(group, part, 2, max(counts))
-                for part, counts in zip(given, sizes, strict=True)
+                for part, counts in zip(inputs, sizes, strict=True)
             ]
-            for got, part, each in zip(results, given, rounds, strict=True):
+            for got, part, each in zip(results, inputs, rounds, strict=True):
                 for now, before in zip(part, each[group.rank], strict=True):
                     assert torch.equal(now.cpu(), before), "it was overwritten"
                 x, experts, weights = each[group.rank]

@@ -85,9 +85,9 @@ class BatchChecks:
         start, slots, sampled, lengths, history, table = (
             part.to(self.device) for part in (start, slots, sampled, lengths, history, table)
         )
-        given: list[Any] = [start, slots, sampled, sum(counts), lengths, history, table, 16]
-        want = REFERENCE.step_inputs(*given, **more)
-        got = self.make(torch.float32).step_inputs(*given, **more)
+        inputs: list[Any] = [start, slots, sampled, sum(counts), lengths, history, table, 16]
+        want = REFERENCE.step_inputs(*inputs, **more)
+        got = self.make(torch.float32).step_inputs(*inputs, **more)
         for name, one, other in zip(want._fields, got, want, strict=True):
             # The place of a row without tokens is not read.
             kept = slice(None) if name in ("input_ids", "positions", "slot_mapping") else slice(
@@ -120,11 +120,11 @@ class BatchChecks:
         start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         first = torch.randint(0, 90, (rows,), generator=draw)
         positions = torch.cat([torch.arange(n) + at for n, at in zip(counts, first, strict=True)])
-        given: list[Any] = [
+        inputs: list[Any] = [
             table.to(self.device), 12, start.to(self.device), positions.to(self.device), 16,
         ]  # fmt: skip
-        want = REFERENCE.slot_mappings(*given)
-        got = self.make(torch.float32).slot_mappings(*given)
+        want = REFERENCE.slot_mappings(*inputs)
+        got = self.make(torch.float32).slot_mappings(*inputs)
         assert got.shape == (tables - 1, sum(counts))
         assert got.dtype == want.dtype and torch.equal(got, want)
 
@@ -147,9 +147,9 @@ class BatchChecks:
             other = torch.rand(len(drafts), generator=draw) < 0.2
             chosen = torch.where(other, -1, drafts)
             slots = torch.randperm(8, generator=draw)[: len(counts)]
-            given = (chosen, drafts, starts, slots)
-            want = REFERENCE.verify_drafts(*given, tables, 5)
-            on_device = (part.to(self.device) for part in given)
+            inputs = (chosen, drafts, starts, slots)
+            want = REFERENCE.verify_drafts(*inputs, tables, 5)
+            on_device = (part.to(self.device) for part in inputs)
             got = self.make(torch.float32).verify_drafts(*on_device, mine, 5)
             assert got.dtype == want.dtype and torch.equal(got.cpu(), want)
             assert all(torch.equal(a.cpu(), b) for a, b in zip(mine, tables, strict=True))
@@ -166,9 +166,9 @@ class BatchChecks:
             token_ids = torch.where(strange < 0.1, -1, token_ids)
             token_ids = torch.where(strange > 0.9, 50, token_ids).to(integers)
             counts = torch.randint(0, num_drafts + 1, (6,), generator=draw).to(integers)
-            given = (token_ids, counts, torch.randperm(9, generator=draw)[:6])
-            want = REFERENCE.keep_drafts(*given, tables, 50)
-            on_device = (part.to(self.device) for part in given)
+            inputs = (token_ids, counts, torch.randperm(9, generator=draw)[:6])
+            want = REFERENCE.keep_drafts(*inputs, tables, 50)
+            on_device = (part.to(self.device) for part in inputs)
             got = self.make(torch.float32).keep_drafts(*on_device, mine, 50)
             assert got.dtype == want.dtype and torch.equal(got.cpu(), want)
             assert all(torch.equal(a.cpu(), b) for a, b in zip(mine, tables, strict=True))
@@ -243,10 +243,10 @@ class BatchChecks:
         state.upload()
         slots = torch.tensor(rows, device=self.device)
         lengths = torch.full((len(rows),), len(prompt), device=self.device)
-        given = logits.clone()
+        before = logits.clone()
         sampler = Sampler(state, operations=operations)
-        chosen, scores = sampler.sample_eagerly(given, slots, rows, lengths)
-        assert torch.equal(given.nan_to_num(), logits.nan_to_num()), "logits were changed"
+        chosen, scores = sampler.sample_eagerly(before, slots, rows, lengths)
+        assert torch.equal(before.nan_to_num(), logits.nan_to_num()), "logits were changed"
         tokens = [int(token) for token in chosen]
         for slot, token in zip(rows, tokens, strict=True):
             assert int(history[slot, len(prompt)]) == max(token, 0), "not in the slot's history"

@@ -136,10 +136,10 @@ class CollectivesKit(GroupKit):
         want = residual.double() + terms.double().sum(0)
 
         def add(group: Any, device: torch.device) -> torch.Tensor:
-            given = residual.to(device, copy=True)
+            addend = residual.to(device, copy=True)
             for _ in range(3):
                 group.all_reduce(terms[group.rank].to(device, copy=True))
-            total: torch.Tensor = group.all_reduce(terms[group.rank].to(device, copy=True), given)
+            total: torch.Tensor = group.all_reduce(terms[group.rank].to(device, copy=True), addend)
             return total
 
         first, *others = self.exchange(2, add)

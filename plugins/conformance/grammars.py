@@ -282,9 +282,9 @@ class GrammarBackendKit(Kit):
                 if not hasattr(matcher, "forced_text"):
                     return
                 for end in range(len(text) + 1):
-                    known = text[:end] + matcher.forced_text().encode()
+                    text_so_far = text[:end] + matcher.forced_text().encode()
                     others = [other for other in texts if other.startswith(text[:end])]
-                    assert all(other.startswith(known) for other in others), f"{spec}: {known!r}"
+                    assert all(other.startswith(text_so_far) for other in others), text_so_far
                     matcher.accept(list(text[end : end + 1]))
 
     def test_many_masks_at_once_are_those_of_each(self) -> None:
@@ -379,8 +379,9 @@ def _compare(bits: np.ndarray, texts: Sequence[bytes], prefix: bytes, where: str
     assert not wrong, f"{where}: allows {wrong[:5]}"
     assert ends <= mask_ids, f"{where}: does not allow every end token"
     expected = {text[len(prefix)] for text in texts if text.startswith(prefix) and text != prefix}
-    begun = {vocab.token_bytes[token_id][0] for token_id in mask_ids & right}
-    assert begun == expected, f"{where}: no token begins with {bytes(sorted(expected - begun))!r}"
+    first_bytes = {vocab.token_bytes[token_id][0] for token_id in mask_ids & right}
+    missing = bytes(sorted(expected - first_bytes))
+    assert first_bytes == expected, f"{where}: no token begins with {missing!r}"
 
 
 @functools.lru_cache(maxsize=8)

@@ -46,13 +46,14 @@ class HeadChecks:
             bias = self.draw(dim, dtype=dtype) if case == "biased" else None
             norms.append(CenteredNorm(self.draw(*size, dtype=dtype), bias, eps))
         for tokens in (1, 7):
-            given = self.draw(tokens, (num_heads + 2 * num_kv_heads) * dim, dtype=dtype) * 3 + 1
-            want, got = given.float(), given.clone()
+            width = (num_heads + 2 * num_kv_heads) * dim
+            projection = self.draw(tokens, width, dtype=dtype) * 3 + 1
+            want, got = projection.float(), projection.clone()
             REFERENCE.norm_heads(want, layout, *norms)
             self.make(dtype).norm_heads(got, layout, *norms)
             self.near(got, want, dtype, times=4)
             values = num_kv_heads * dim
-            assert torch.equal(got[:, -values:], given[:, -values:])
+            assert torch.equal(got[:, -values:], projection[:, -values:])
 
     def projection(self, layout: HeadLayout, tokens: int, case: str, dtype: torch.dtype) -> Any:
         """Return qkv, positions, cos_sin, query_norm, key_norm."""
@@ -74,8 +75,8 @@ class HeadChecks:
     def test_cached_heads(self, case: str, dtype: torch.dtype) -> None:
         """Check what is written to the cache, and that nothing else of it changes."""
         layout = HeadLayout(4, 2, 64)
-        given = self.projection(layout, 5, case, dtype)
-        got, want = self.cached(layout, given, dtype, (1.0, 1.0))
+        projection = self.projection(layout, 5, case, dtype)
+        got, want = self.cached(layout, projection, dtype, (1.0, 1.0))
         self.near(got, want, dtype, times=4)
 
     @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])

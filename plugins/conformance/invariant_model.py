@@ -33,12 +33,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.within = 0
-        self.found: set[str] = set()
+        self.differing: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if not self.within and name.removesuffix("_") in SUMS:
-            self.found.add(name)
+            self.differing.add(name)
         return func(*args, **(kwargs or {}))
 
     @contextlib.contextmanager
@@ -94,4 +94,4 @@ def check_batch_invariance(folder: Path, plugins: Plugins) -> None:
                     watch.enter(each, name, monkeypatch)
         watch.enter(model.backend, "forward", monkeypatch)
         model.run({3: prompt})
-    assert not watch.found, f"not by its operations: {', '.join(sorted(watch.found))}"
+    assert not watch.differing, f"not by its operations: {', '.join(sorted(watch.differing))}"

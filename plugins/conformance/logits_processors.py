@@ -240,7 +240,7 @@ class LogitsProcessorKit(Kit):
         bench = self.bench(processor_type)
         slots = [2, 0, 5][: max(2, len(processor_type.examples))]
         self.crowd(bench, processor_type, slots)
-        known = {slot: len(bench.tokens[slot]) for slot in slots}
+        lengths = {slot: len(bench.tokens[slot]) for slot in slots}
         places, alone = [], []
         logits = self.logits(4 * len(slots), 3)
         for draft in range(4):
@@ -261,7 +261,7 @@ class LogitsProcessorKit(Kit):
         fresh = self.bench(processor_type)
         self.crowd(fresh, processor_type, slots)
         for slot in slots:  # All drafts are rejected, and another token comes.
-            bench.tokens[slot] = bench.tokens[slot][: known[slot]]
+            bench.tokens[slot] = bench.tokens[slot][: lengths[slot]]
             bench.append(slot, 1)
             fresh.append(slot, 1)
         logits = self.logits(len(slots), 4)

@@ -66,13 +66,13 @@ class MetricsKit(Kit):
                         pass
 
         asyncio.run(run())
-        found: dict[str, dict[tuple[Any, ...], float]] = {}
+        samples: dict[str, dict[tuple[Any, ...], float]] = {}
         for family in self.families(registry):
             for sample in family.samples:
                 if not sample.name.endswith("_created"):
                     labels = tuple(sorted(sample.labels.items()))
-                    found.setdefault(sample.name, {})[labels] = sample.value
-        return found
+                    samples.setdefault(sample.name, {})[labels] = sample.value
+        return samples
 
     # -------------------------------------------------------------- tests
 
@@ -112,7 +112,7 @@ class MetricsKit(Kit):
             pytest.skip("the kit was told of nothing that is counted: give it counts")
         before, three, five = (self.serve(count) for count in (0, 3, 5))
         for name, each in self.counts.items():
-            values = [sum(found.get(name, {}).values()) for found in (before, three, five)]
+            values = [sum(scrape.get(name, {}).values()) for scrape in (before, three, five)]
             assert values == [values[0], values[0] + 3 * each, values[0] + 5 * each], name
 
     def test_series_do_not_grow_with_requests(self) -> None:

@@ -342,10 +342,10 @@ class ModelKit(ModelFolder):
 def tiny(config_class: Any) -> dict[str, Any]:
     """Return the fields of a family's tiny configuration: those of `TINY` that it has, and epsilons
     that affect results. A field that it lacks would be stored and read back."""
-    known = config_class()
-    known.allow_global_per_layer_attribute_access = True
-    fields = {name: value for name, value in TINY.items() if hasattr(known, name)}
-    return fields | {name: EPSILON for name in EPSILONS if hasattr(known, name)}
+    defaults = config_class()
+    defaults.allow_global_per_layer_attribute_access = True
+    fields = {name: value for name, value in TINY.items() if hasattr(defaults, name)}
+    return fields | {name: EPSILON for name in EPSILONS if hasattr(defaults, name)}
 
 
 @functools.cache

@@ -86,8 +86,8 @@ class OperationsKit(
             name = str(dtype).removeprefix("torch.")
             assert name not in self.promised, f"{self.name} promises {name}, and says: {reason}"
             pytest.skip(f"{self.name}: {reason}")
-        made: Operations = kind()
-        return made
+        operations: Operations = kind()
+        return operations
 
     def draw(self, *shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Any:
         generator = torch.Generator().manual_seed(seed + 17 * len(shape))
@@ -115,14 +115,14 @@ class OperationsKit(
         """Check an operation's single result, in x's dtype; its other arguments must be
         unchanged."""
         operations = self.make(dtype)
-        given = [copied(value) for value in args]
+        arguments = [copied(value) for value in args]
         named = {key: copied(value) for key, value in more.items()}
-        got = getattr(operations, name)(*given, **named)
+        got = getattr(operations, name)(*arguments, **named)
         exact = {key: wide(value) for key, value in more.items()}
         want = getattr(REFERENCE, name)(*map(wide, args), **copied_all(exact))
         assert got.dtype == dtype, f"{name} gives {got.dtype} for {dtype}"
         self.near(got, want, dtype, times)
-        kept = [*zip(args, given, strict=True)]
+        kept = [*zip(args, arguments, strict=True)]
         kept += [(more[key], named[key]) for key in more if key not in overwrites]
         for before, after in kept:
             for was, now in zip(tensors(before), tensors(after), strict=True):

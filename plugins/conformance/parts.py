@@ -142,13 +142,13 @@ class PartKit(Kit):
 
     def test_requests_that_do_not_address_it_get_the_same_tokens(self) -> None:
         """In the same steps, as without the part."""
-        found = []
+        outputs = []
         for setup in (_without(), self.setup_with()):
             traffic = Traffic(setup, self.name, 7)
             traffic.run(20)
             tokens = [(asked.tokens, asked.error) for asked in traffic.asked]
-            found.append((tokens, traffic.scheduler.num_steps))
-        assert found[0] == found[1]
+            outputs.append((tokens, traffic.scheduler.num_steps))
+        assert outputs[0] == outputs[1]
 
     def test_requests_beside_those_that_address_it_get_their_tokens(self) -> None:
         """What it does to a request is not done to others: they end with all their tokens, without
@@ -190,17 +190,17 @@ class PartKit(Kit):
     def starts(self) -> list[SlotStart]:
         """Return starts of slots, each of a request that addresses the part."""
         traffic = Traffic(self.setup_with(), self.name, 19, self.examples(), disturbed=False)
-        found: list[SlotStart] = []
+        starts: list[SlotStart] = []
         schedule = traffic.scheduler.schedule
 
         def watched(*arguments: Any) -> StepPlan | None:
             plan = schedule(*arguments)
-            found.extend(() if plan is None else plan.starts)
+            starts.extend(() if plan is None else plan.starts)
             return plan
 
         traffic.scheduler.schedule = watched  # type: ignore[assignment,method-assign]
         traffic.run(12)
-        return [start for start in found if start.params.extra_args]
+        return [start for start in starts if start.params.extra_args]
 
     def test_a_slot_that_is_released_is_forgotten(self) -> None:
         """`release` may come twice, and for a slot that was never taken; a slot that starts again
@@ -273,10 +273,10 @@ class PartKit(Kit):
                 ]
                 if addressing:
                     stream = engine.generate(prompts[0], addressing[0], request_id="aborted")
-                    begun = asyncio.ensure_future(anext(stream))
+                    first_output = asyncio.ensure_future(anext(stream))
                     await asyncio.sleep(0)
                     await engine.abort("aborted")
-                    await begun
+                    await first_output
                 together = await asyncio.gather(*(generate(engine, p, plain) for p in prompts))
                 await asyncio.gather(*others)
                 tokens = [output.outputs[0].token_ids for output in together]

@@ -58,8 +58,8 @@ class PoolingModelKit(ModelFolder):
         [num_tokens, hidden_size]."""
         with torch.no_grad():
             output = model(torch.tensor([list(tokens)]))
-        found = output.logits if self.classifies else output.last_hidden_state
-        numbers: torch.Tensor = found[0].float()
+        states = output.logits if self.classifies else output.last_hidden_state
+        numbers: torch.Tensor = states[0].float()
         return numbers
 
     def encode(

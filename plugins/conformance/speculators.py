@@ -218,12 +218,12 @@ class SpeculatorKit(Kit):
             pytest.skip("it is not recorded")
         tokens, others = (self.tokens(seed, [0, 1, 4], [40, 50, 33]) for seed in (1, 2))
         assert tokens.hidden is not None and others.hidden is not None, "rows have a state each"
-        found: list[Drafts] = []
-        replay = recorded(lambda: found.append(speculator.propose(tokens)))
+        drafts: list[Drafts] = []
+        replay = recorded(lambda: drafts.append(speculator.propose(tokens)))
         tokens.history.copy_(others.history)
         tokens.hidden.copy_(others.hidden)
         replay()
-        assert self.kept(found[0]) == self.kept(self.make().propose(others))
+        assert self.kept(drafts[0]) == self.kept(self.make().propose(others))
 
     @staticmethod
     def recorded(speculator: Speculator) -> bool:

@@ -62,9 +62,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Do it all again: what the code read from the host is as it was."""
         for func, args, kwargs, out in self._calls:
             again = func(*args, **kwargs)
-            given = {each.untyped_storage().data_ptr() for each in tensors((args, kwargs))}
+            inputs = {each.untyped_storage().data_ptr() for each in tensors((args, kwargs))}
             for old, new in zip(tensors(out), tensors(again), strict=True):
-                if old.untyped_storage().data_ptr() not in given:
+                if old.untyped_storage().data_ptr() not in inputs:
                     old.copy_(new)
 
 

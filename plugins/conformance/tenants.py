@@ -83,11 +83,12 @@ class TenantKit(Kit):
         if not self.known:
             pytest.fail("the kit was told of no one: give it known")
         owners = []
-        for found in self.tenants([self.head(headers) for headers in self.known]):
-            assert isinstance(found, Tenant), f"someone known is refused: {found!r}"
-            assert found.name and found.owner, "a tenant without a name or an owner"
-            assert msgspec.convert(msgspec.to_builtins(found), Tenant) == found, "limits of no use"
-            owners.append(found.owner)
+        for tenant in self.tenants([self.head(headers) for headers in self.known]):
+            assert isinstance(tenant, Tenant), f"someone known is refused: {tenant!r}"
+            assert tenant.name and tenant.owner, "a tenant without a name or an owner"
+            copy = msgspec.convert(msgspec.to_builtins(tenant), Tenant)
+            assert copy == tenant, "limits of no use"
+            owners.append(tenant.owner)
         assert len(set(owners)) == len(owners), "two of the known own the same things"
 
     def test_the_owner_is_the_same_every_time(self) -> None:
@@ -96,16 +97,16 @@ class TenantKit(Kit):
         for headers in self.known:
             heads = [self.head(headers, route) for route in ROUTES]
             heads += [self.head({name.swapcase(): value for name, value in headers.items()})]
-            found = self.tenants(heads * 3) + self.tenants(heads)
-            owners = {each.owner if isinstance(each, Tenant) else repr(each) for each in found}
+            tenants = self.tenants(heads * 3) + self.tenants(heads)
+            owners = {each.owner if isinstance(each, Tenant) else repr(each) for each in tenants}
             assert len(owners) == 1, owners
 
     def test_requests_at_once_do_not_mix(self) -> None:
         heads = [self.head(headers) for headers in self.known]
         alone = [self.tenants([head])[0] for head in heads]
         together = self.tenants([heads[at % len(heads)] for at in range(16 * len(heads))])
-        for at, found in enumerate(together):
-            assert found == alone[at % len(heads)], "a request has another one's tenant"
+        for at, tenant in enumerate(together):
+            assert tenant == alone[at % len(heads)], "a request has another one's tenant"
 
     def test_no_one_else_has_a_tenant(self) -> None:
         """None, or an error of `core.errors` with a status from 400 to 499; no other exception."""
@@ -115,15 +116,15 @@ class TenantKit(Kit):
                 for other in (value[:-1], value + "x", value[:-1] + "~", value + "\u0000"):
                     near.append({**headers, name: other})
         cases = [*self.refused, *GARBAGE, *near]
-        for headers, found in zip(cases, self.tenants([self.head(c) for c in cases]), strict=True):
-            assert not isinstance(found, Tenant), f"{headers!r} belongs to {found!r}"
-            assert found is None or 400 <= found.status < 500, f"{headers!r}: {found!r}"
+        for headers, tenant in zip(cases, self.tenants([self.head(c) for c in cases]), strict=True):
+            assert not isinstance(tenant, Tenant), f"{headers!r} belongs to {tenant!r}"
+            assert tenant is None or 400 <= tenant.status < 500, f"{headers!r}: {tenant!r}"
 
     def test_names_and_refusals_do_not_show_keys(self) -> None:
         """Names are in logs, and refusals in responses."""
         everyone = [*self.known, *self.refused]
-        found = self.tenants([self.head(headers) for headers in everyone])
-        for headers, each in zip(everyone, found, strict=True):
+        tenants = self.tenants([self.head(headers) for headers in everyone])
+        for headers, each in zip(everyone, tenants, strict=True):
             shown = each.name if isinstance(each, Tenant) else str(each)
             for value in headers.values():
                 secret = value.split()[-1]

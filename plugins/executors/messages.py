@@ -112,16 +112,16 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
     @classmethod
     def from_error(cls, number: int, error: BaseException) -> Failed:
-        known = (base.__name__ for base in type(error).__mro__ if error_named(base.__name__))
-        kind = next(known, type(error).__name__)
+        names = (base.__name__ for base in type(error).__mro__ if error_named(base.__name__))
+        kind = next(names, type(error).__name__)
         message = error.message if isinstance(error, JackfieldError) else str(error)
         text = message.encode("utf-8", "replace").decode()
         return cls(number, kind, text, getattr(error, "param", None))
 
     def error(self, rank: str) -> Exception:
         """Return the exception, naming the rank."""
-        if (known := error_named(self.kind)) is not None:
-            return known(f"{rank}: {self.message}", param=self.param)
+        if (kind := error_named(self.kind)) is not None:
+            return kind(f"{rank}: {self.message}", param=self.param)
         return RuntimeError(f"{rank}: {self.kind}: {self.message}")
 
 

@@ -154,8 +154,8 @@ class _Writer:
             later = self._after_text(tags, _Free(format))
             more = f" ({later})* {self._terminal(_Free(format))}"
         if format.get("at_least_one"):
-            begun = [f"{self._text(trigger)} {body}" for trigger, body in tags]
-            return f"{self._rule(self._either(begun))}{more}"
+            openings = [f"{self._text(trigger)} {body}" for trigger, body in tags]
+            return f"{self._rule(self._either(openings))}{more}"
         at_start = _Free(format, at_start=True)
         first = self._after_text(tags, at_start)
         return f"({first}{more} | {self._terminal(at_start)})"

@@ -84,9 +84,7 @@ class KeyNorm(KVCompressor):
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
         scores: torch.Tensor = -torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32)
-        scores[:SINKS] = torch.inf
-        scores[-RECENT:] = torch.inf
-        return scores
+        return keep_ends(scores.T).T
 
     def cached_scores(
         self,
@@ -126,9 +124,7 @@ class KeyDiff(KVCompressor):
         mean = F.normalize(sums.diagonal(), dim=0).to(keys.dtype)
         blocks = torch.diag_embed(mean).transpose(0, 1).reshape(heads * dim, heads)
         scores: torch.Tensor = -product(flat, blocks) / norms
-        scores[:SINKS] = torch.inf
-        scores[-RECENT:] = torch.inf
-        return scores
+        return keep_ends(scores.T).T
 
     def cached_scores(
         self,

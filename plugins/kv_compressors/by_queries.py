@@ -12,7 +12,7 @@ from ...core.nn.kv_cache.quantized_cache import KVCache
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.kv_compressors import KVCompressor
 from . import in_place
-from .by_keys import RECENT, SINKS, keep_ends, product
+from .by_keys import RECENT, keep_ends, product
 
 ROWS = 128
 """Rows of a similarity matrix per product."""
@@ -173,9 +173,7 @@ class ExpectedAttention(KVCompressor):
         weights = expected.softmax(-1).mean(1).T
         norms = torch.linalg.vector_norm(values, dim=2, dtype=torch.float32)
         scores: torch.Tensor = weights * norms
-        scores[:SINKS] = torch.inf
-        scores[-RECENT:] = torch.inf
-        return scores
+        return keep_ends(scores.T).T
 
     def cached_scores(
         self,
@@ -225,9 +223,7 @@ class RKV(KVCompressor):
         importance = F.max_pool1d(weights, self.width, stride=1, padding=self.width // 2)
         redundancy = self.repetition(keys).softmax(-1)
         scores = (self.importance * importance - (1 - self.importance) * redundancy).T.contiguous()
-        scores[:SINKS] = torch.inf
-        scores[-RECENT:] = torch.inf
-        return scores
+        return keep_ends(scores.T).T
 
     def newest_similar(self, keys: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
         """As `newest_of_similar`."""

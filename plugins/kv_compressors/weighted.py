@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.kv_compressors import KVCompressor
-from .by_keys import RECENT, SINKS
+from .by_keys import RECENT, SINKS, keep_ends
 from .by_queries import attention_logits, hide_later_tokens
 
 
@@ -59,6 +59,4 @@ class Weighted(KVCompressor):
         mean = F.normalize(directions.sum(0), dim=1)
         unlike = (directions * mean).sum(2) < self.outlier
         scores = scores + (highest >= self.protected) + unlike
-        scores[:SINKS] = torch.inf
-        scores[-RECENT:] = torch.inf
-        return scores
+        return keep_ends(scores.T).T

@@ -89,10 +89,10 @@ class TensorizerLoader:
         for name in names:
             if not isinstance(name, str):
                 raise LoadError(f"a tensor's name is {name!r}, which is no text")
-        if found := set(OF_VLLM) & set(names):
+        if names_of_vllm := set(OF_VLLM) & set(names):
             raise LoadError(
-                f"vLLM wrote it of its own parameters ({found.pop()}); serialize the checkpoint's "
-                "tensors by their own names"
+                f"vLLM wrote it of its own parameters ({names_of_vllm.pop()}); serialize the "
+                "checkpoint's tensors by their own names"
             )
         waiting = filter(takes, names)
         while part := frozenset(itertools.islice(waiting, TENSORS_AT_ONCE)):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ...core.protocols.audio import SpeechChat
 from ...core.protocols.media import MediaSetup
 from .family import Family
 from .recordings import AudioEncoder, FeatureExtractor
@@ -35,7 +36,21 @@ class Qwen3AsrFeatures(FeatureExtractor):
         return rows_in_chunks(int(tensors[self.mask_name].sum()), self._chunk)
 
 
+LANGUAGES = {
+    "ar": "Arabic", "cs": "Czech", "da": "Danish", "de": "German", "el": "Greek", "en": "English",
+    "es": "Spanish", "fa": "Persian", "fi": "Finnish", "fil": "Filipino", "fr": "French",
+    "hi": "Hindi", "hu": "Hungarian", "id": "Indonesian", "it": "Italian", "ja": "Japanese",
+    "ko": "Korean", "mk": "Macedonian", "ms": "Malay", "nl": "Dutch", "pl": "Polish",
+    "pt": "Portuguese", "ro": "Romanian", "ru": "Russian", "sv": "Swedish", "th": "Thai",
+    "tr": "Turkish", "vi": "Vietnamese", "yue": "Cantonese", "zh": "Chinese",
+}  # fmt: skip
+
+
 class Qwen3Asr(Family):
     modalities = ("audio",)
     processors = {"audio": Qwen3AsrFeatures}
     encoder_class = AudioEncoder
+    speech_chat = SpeechChat(
+        languages=LANGUAGES, language="language {}<asr_text>", marker="<asr_text>",
+        takes_text=True,
+    )  # fmt: skip

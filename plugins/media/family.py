@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from ...core.nn.context import BuildContext
+from ...core.protocols.audio import SpeechChat
 from ...core.protocols.media import MediaEncoder, MediaProcessor, MediaSetup, Spans
 from .encoder import TransformersEncoder
 from .processor import ImageProcessor
@@ -18,6 +19,8 @@ class Family:
     processors: ClassVar[Mapping[str, Callable[[MediaSetup], MediaProcessor]]] = {}
     """By modality."""
     encoder_class: ClassVar[type[TransformersEncoder]] = TransformersEncoder
+    speech_chat: ClassVar[SpeechChat | None] = None
+    """How it is asked to write recordings down."""
 
     @classmethod
     def refusal(cls, setup: MediaSetup) -> str | None:
@@ -26,6 +29,10 @@ class Family:
     @classmethod
     def spans(cls, setup: MediaSetup) -> Spans | None:
         return None
+
+    @classmethod
+    def speech(cls, setup: MediaSetup) -> SpeechChat | None:
+        return cls.speech_chat
 
     @classmethod
     def processor(cls, setup: MediaSetup, modality: str) -> MediaProcessor:

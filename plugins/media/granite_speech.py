@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...core.protocols.audio import SpeechChat
 from ...core.protocols.media import MediaSetup
 from ..models.whisper import triangles
 from .family import Family
@@ -66,6 +67,10 @@ class GraniteSpeech(Family):
     modalities = ("audio",)
     processors = {"audio": GraniteFeatures}
     encoder_class = AudioEncoder
+    speech_chat = SpeechChat(
+        "can you transcribe the speech into a written format?",
+        translation="translate the speech to English",
+    )
 
     @classmethod
     def refusal(cls, setup: MediaSetup) -> str | None:

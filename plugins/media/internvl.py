@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...core.protocols.media import MediaSetup, ProcessedMedia
+from ...core.errors import ConfigError
+from ...core.protocols.media import MediaProcessor, MediaSetup, ProcessedMedia, Sampling
 from .family import Pictures
+from .frames import FrameVideo
 from .processor import ImageProcessor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+VIDEO = "<video>"
 
 
 class InternVLProcessor(ImageProcessor):
@@ -27,16 +34,60 @@ class InternVLProcessor(ImageProcessor):
         return self.processed(self.tensors(image, crop_to_patches=self._tiles))
 
     def processed(self, tensors: Mapping[str, np.ndarray]) -> ProcessedMedia:
-        pixels, patch = tensors["pixel_values"], self.config.vision_config.patch_size
-        factor = self.config.downsample_ratio
-        sides = [
-            int(size // side * factor) for size, side in zip(pixels.shape[-2:], patch, strict=True)
-        ]
-        count = len(pixels) * sides[0] * sides[1]
+        pixels = tensors["pixel_values"]
+        count = len(pixels) * tile_rows(self.config, pixels.shape[-2:])
         tokens = [self._begin, *self.repeated(count), self._end]
         kept = {name: tensor for name, tensor in tensors.items() if name != "num_patches"}
         return ProcessedMedia(kept, tokens, [token == self.placeholder_id for token in tokens])
 
 
+class InternVLVideo(FrameVideo):
+    """Each frame is one tile, with its number as text."""
+
+    sampling = Sampling(fps=None, num_frames=32, place=Fraction(1, 2))
+    name = "pixel_values"
+
+    def find_placeholder(self, setup: MediaSetup) -> int:
+        if setup.tokenize is None:
+            raise ConfigError(
+                "skip_tokenizer_init: what stands for a video of this model is text; leave videos "
+                'out with limit_mm_per_prompt {"video": 0}',
+                param="skip_tokenizer_init",
+            )
+        self._tokenize = setup.tokenize
+        self._begin, self._end, video = (self._token(text) for text in ("<img>", "</img>", VIDEO))
+        return video
+
+    def _token(self, text: str) -> int:
+        ids = self._tokenize(text)
+        if len(ids) != 1:
+            raise ConfigError(
+                f"model: its tokenizer has no token {text!r}; leave videos out with "
+                'limit_mm_per_prompt {"video": 0}',
+                param="model",
+            )
+        return ids[0]
+
+    def written(self, tensors: Mapping[str, np.ndarray], count: int) -> ProcessedMedia:
+        rows = tile_rows(self.config, self._size)
+        tokens: list[int] = []
+        for number in range(1, count + 1):
+            tokens += self._tokenize(f"Frame{number}: " if number == 1 else f"\nFrame{number}: ")
+            tokens += [self._begin, *[self.config.image_token_id] * rows, self._end]
+        embedded = [token == self.config.image_token_id for token in tokens]
+        return ProcessedMedia(tensors, tokens, embedded)
+
+
+def tile_rows(config: Any, size: Sequence[int]) -> int:
+    """Return the rows of a tile of this height and width."""
+    patch, factor = config.vision_config.patch_size, config.downsample_ratio
+    return math.prod(int(each // side * factor) for each, side in zip(size, patch, strict=True))
+
+
 class InternVL(Pictures):
+    modalities = ("image", "video")
     processor_class = InternVLProcessor
+
+    @classmethod
+    def processor(cls, setup: MediaSetup, modality: str = "image") -> MediaProcessor:
+        return InternVLVideo(setup) if modality == "video" else cls.processor_class(setup)

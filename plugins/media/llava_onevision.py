@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...core.nn.context import BuildContext
-from ...core.protocols.media import MediaProcessor, MediaSetup, ProcessedMedia, Sampling, Video
-from .encoder import TransformersEncoder
+from ...core.protocols.media import MediaProcessor, MediaSetup, ProcessedMedia
 from .family import Pictures
-from .frames import CLIP_DEVIATION, CLIP_MEAN, normalisation, resize_frames, video_options
-from .processor import NORMALISATION, ImageProcessor
+from .frames import FramesEncoder, FrameVideo
+from .processor import ImageProcessor
 
 
 class OnevisionProcessor(ImageProcessor):
@@ -47,34 +44,11 @@ class OnevisionProcessor(ImageProcessor):
         return int(side**2 + lines * columns + lines)
 
 
-class OnevisionVideo:
-    """Frames of one size, whose rows are pooled by 2 by 2, and one row after the last."""
+class OnevisionVideo(FrameVideo):
+    """Rows are pooled by 2 by 2, and one row comes after the last."""
 
-    around = ("", "")
-    sampling = Sampling(fps=None, num_frames=32, ends=True)
-
-    def __init__(self, setup: MediaSetup) -> None:
-        self.config = setup.config
-        self.placeholder_id = int(setup.config.video_token_id)
-        own = video_options(setup.folder)
-        side = setup.config.vision_config.image_size
-        size = own.get("size") or {}
-        self._size = int(size.get("height") or side), int(size.get("width") or side)
-        self._normalisation = normalisation(own, CLIP_MEAN, CLIP_DEVIATION)
-        text = json.dumps([type(self).__name__, self._size, self._normalisation.tolist()])
-        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
-
-    def video(self, video: Video) -> ProcessedMedia:
-        frames = resize_frames(video.frames, *self._size).transpose(0, 3, 1, 2)
-        count = len(frames) * pooled_rows(self.config) + 1
-        return ProcessedMedia(
-            {FRAMES: np.ascontiguousarray(frames), NORMALISATION: self._normalisation},
-            [self.placeholder_id] * count,
-        )
-
-
-FRAMES = "frames"
-"""Name of the tensor [frames, 3, height, width] uint8 of a video."""
+    def num_rows(self, count: int) -> int:
+        return count * pooled_rows(self.config) + 1
 
 
 def pooled_rows(config: Any) -> int:
@@ -83,33 +57,14 @@ def pooled_rows(config: Any) -> int:
     return int(math.ceil(vision.image_size // vision.patch_size / 2) ** 2)
 
 
-class OnevisionEncoder(TransformersEncoder):
+class OnevisionEncoder(FramesEncoder):
     def __init__(self, setup: MediaSetup, build: BuildContext) -> None:
         super().__init__(setup, build)
         self._pooled_rows = pooled_rows(setup.config)
 
-    def prepared(self, item: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if FRAMES not in item:
-            return super().prepared(item)
-        return {FRAMES: self.normalised(item[FRAMES], item[NORMALISATION])}
-
-    def encode_together(
-        self, items: Sequence[Mapping[str, torch.Tensor]]
-    ) -> Sequence[torch.Tensor]:
-        if FRAMES not in items[0]:
-            return super().encode_together(items)
-        return [self._of_frames(item[FRAMES]) for item in items]
-
-    def _of_frames(self, frames: torch.Tensor) -> torch.Tensor:
-        config = self.hf.config
-        output = self.hf.get_video_features(
-            frames[None],
-            vision_feature_layer=config.vision_feature_layer,
-            vision_feature_select_strategy=config.vision_feature_select_strategy,
-        )
-        rows: torch.Tensor = output.pooler_output.flatten(0, 1)
+    def rows_of_frames(self, frames: torch.Tensor) -> torch.Tensor:
         # Some versions leave the last row to those who call.
-        own = rows[: len(frames) * self._pooled_rows]
+        own = super().rows_of_frames(frames)[: len(frames) * self._pooled_rows]
         return torch.cat([own, self.hf.image_newline[None].to(own.dtype)])
 
 

@@ -17,8 +17,10 @@ def sections_of(rope: Mapping[str, Any]) -> RopeSections:
     return RopeSections(sizes, bool(rope.get("mrope_interleaved", False)))
 
 
-def positions_of(items: Sequence[PlacedItem], num_tokens: int) -> tuple[np.ndarray, int]:
-    """See `MediaEncoder.positions`.
+def positions_of(
+    items: Sequence[PlacedItem], num_tokens: int, *, behind_frames: bool = False
+) -> tuple[np.ndarray, int]:
+    """See `MediaEncoder.positions`. behind_frames: what follows goes on behind the frames, too.
 
     The tokens of a picture have the frame, row and column of their unit, from the position that a
     word in its place would have; what follows goes on behind the rows and columns. Later tokens
@@ -40,6 +42,6 @@ def positions_of(items: Sequence[PlacedItem], num_tokens: int) -> tuple[np.ndarr
             if item.frame_positions:
                 units[0] = np.repeat(item.frame_positions, rows * columns)
             positions[:, start:done] = position + units
-            position += max(rows, columns)
+            position += int(units.max()) + 1 if behind_frames else max(rows, columns)
     positions[:, done:] = position + np.arange(num_tokens - done)
     return positions, int(positions.max(initial=-1)) + 1 - num_tokens

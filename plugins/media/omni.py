@@ -1,19 +1,23 @@
-"""Qwen2.5-Omni's and Qwen3-Omni's thinkers: pictures and recordings, and text as the answer."""
+"""Qwen2.5-Omni's and Qwen3-Omni's thinkers: pictures, recordings and videos, and text as the
+answer."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from ...core.nn.context import BuildContext
+from ...core.parts.media import PlacedItem
 from ...core.protocols.media import MediaEncoder, MediaProcessor, MediaSetup
 from .chunked_audio import rows_in_chunks
 from .encoder import TransformersEncoder
 from .family import Family
+from .mrope import positions_of
+from .qwen_video import QwenVideo
 from .qwen_vl import Qwen3Encoder, Qwen3VL, QwenEncoder, QwenPictures, QwenProcessor
 from .recordings import AudioEncoder, FeatureExtractor
 from .whisper_like import pooled_rows
@@ -46,8 +50,27 @@ class Qwen3OmniFeatures(OmniFeatures):
         return rows_in_chunks(frames, 2 * self.config.audio_config.n_window)
 
 
+class OmniVideo(QwenVideo):
+    """Without its sound."""
+
+    sized_by_checkpoint = False
+
+    @property
+    def positions_per_second(self) -> float:
+        return float(self.config.position_id_per_seconds)
+
+
+class Qwen3OmniVideo(OmniVideo):
+    patch_size = 16
+    least_pixels = 128 * 32 * 32
+    most_pixels = 768 * 32 * 32
+
+
 class OmniEncoder(AudioEncoder, QwenEncoder):
     class_name = "Qwen2_5OmniThinkerForConditionalGeneration"
+
+    def positions(self, items: Sequence[PlacedItem], num_tokens: int) -> tuple[np.ndarray, int]:
+        return positions_of(items, num_tokens, behind_frames=True)
 
     def heard(self, output: Any) -> torch.Tensor:
         rows: torch.Tensor = output.last_hidden_state
@@ -63,7 +86,7 @@ class Qwen3OmniEncoder(OmniEncoder, Qwen3Encoder):
 
 
 class Omni(Family):
-    modalities = ("image", "audio")
+    modalities = ("image", "audio", "video")
     seen: ClassVar[type[QwenPictures]]
     """Whose pictures it takes."""
 
@@ -87,11 +110,13 @@ def thinker(setup: MediaSetup) -> MediaSetup:
 
 class Qwen2Omni(Omni):
     seen = QwenPictures
-    processors = {"image": QwenProcessor, "audio": OmniFeatures}
+    processors = {"image": QwenProcessor, "audio": OmniFeatures, "video": OmniVideo}
     encoder_class: ClassVar[type[TransformersEncoder]] = OmniEncoder
 
 
 class Qwen3Omni(Omni):
     seen = Qwen3VL
-    processors = {"image": QwenProcessor, "audio": Qwen3OmniFeatures}
+    processors = {
+        "image": QwenProcessor, "audio": Qwen3OmniFeatures, "video": Qwen3OmniVideo,
+    }  # fmt: skip
     encoder_class: ClassVar[type[TransformersEncoder]] = Qwen3OmniEncoder

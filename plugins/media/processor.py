@@ -34,7 +34,8 @@ class ImageProcessor:
 
     def __init__(self, setup: MediaSetup) -> None:
         """Raises ConfigError for options that the processor does not have."""
-        from transformers import AutoImageProcessor
+        # Elsewhere, older versions name a class here that refuses to work without torchvision.
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         self.setup = setup
         given = dict(setup.processor_kwargs)

@@ -1,4 +1,4 @@
-"""Videos of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: frames two by two, of any size."""
+"""Videos of Qwen's and GLM's models: frames two by two, of any size."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar
 
 import numpy as np
@@ -22,17 +24,21 @@ class QwenVideo:
     """Frames are resized each for itself."""
 
     around = ("", "")
-    sampling = Sampling(fps=2.0, least=4, most=768, multiple=2, ends=False)
+    sampling = Sampling(fps=2.0, least=4, most=768, multiple=2, place=Fraction(0))
     patch_size: ClassVar[int] = 14
     least_pixels: ClassVar[int] = 128 * 28 * 28
     most_pixels: ClassVar[int] = 768 * 28 * 28
     mean: ClassVar[Sequence[float]] = CLIP_MEAN
     deviation: ClassVar[Sequence[float]] = CLIP_DEVIATION
+    sized_by_checkpoint: ClassVar[bool] = True
+    """Whether the checkpoint may say other numbers of pixels."""
 
     def __init__(self, setup: MediaSetup) -> None:
-        self.config, self._tokenize = setup.config, setup.tokenize
+        self.config = setup.config
         self.placeholder_id = int(setup.config.video_token_id)
         own = video_options(setup.folder)
+        if not self.sized_by_checkpoint:
+            own = {name: own[name] for name in own.keys() - {"size", "min_pixels", "max_pixels"}}
         size = own.get("size") or {}
         self._least = int(own.get("min_pixels") or size.get("shortest_edge") or self.least_pixels)
         self._most = int(own.get("max_pixels") or size.get("longest_edge") or self.most_pixels)
@@ -53,11 +59,15 @@ class QwenVideo:
         grid = len(frames) // self._pair, height // self._patch, width // self._patch
         tensors = {
             "pixel_values": self._patches(frames, grid),
-            "image_grid_thw": np.asarray([grid], dtype=np.int64),
+            "image_grid_thw": np.asarray(self.encoded_grids(grid), dtype=np.int64),
             NORMALISATION: self._normalisation,
         }
         units = grid[0], grid[1] // self._merge, grid[2] // self._merge
         return self.written(video, tensors, units)
+
+    def encoded_grids(self, grid: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+        """Return the grids of patches that the encoder reads."""
+        return [grid]
 
     def written(
         self, video: Video, tensors: dict[str, np.ndarray], units: tuple[int, int, int]
@@ -70,11 +80,15 @@ class QwenVideo:
 
     def frame_positions(self, video: Video, count: int) -> tuple[int, ...]:
         """See `ProcessedMedia`."""
-        per_second = getattr(self.config.vision_config, "tokens_per_second", None)
-        if per_second is None:
+        if self.positions_per_second is None:
             return ()
-        step = per_second * self._pair / video.sampled_fps
+        step = self.positions_per_second * self._pair / video.sampled_fps
         return tuple(int(number * step) for number in range(count))
+
+    @property
+    def positions_per_second(self) -> float | None:
+        """Return how far positions go on in a second; None: by one for each pair."""
+        return getattr(self.config.vision_config, "tokens_per_second", None)
 
     def resized(self, count: int, height: int, width: int) -> tuple[int, int]:
         """Return the height and width to which so many frames are resized. Raises ValueError."""
@@ -103,12 +117,13 @@ class Qwen3Video(QwenVideo):
 
     def __init__(self, setup: MediaSetup) -> None:
         super().__init__(setup)
-        if self._tokenize is None:
+        if setup.tokenize is None:
             raise ConfigError(
                 "skip_tokenizer_init: what stands for a video of this model has times as text; "
                 'leave videos out with limit_mm_per_prompt {"video": 0}',
                 param="skip_tokenizer_init",
             )
+        self.tokenize = setup.tokenize
 
     def resized(self, count: int, height: int, width: int) -> tuple[int, int]:
         side = self._patch * self._merge
@@ -121,8 +136,6 @@ class Qwen3Video(QwenVideo):
     def written(
         self, video: Video, tensors: dict[str, np.ndarray], units: tuple[int, int, int]
     ) -> ProcessedMedia:
-        assert self._tokenize is not None
-        config = self.config
         pairs, count = units[0], units[1] * units[2]
         padded = [*video.indices, *[video.indices[-1]] * (-len(video.indices) % self._pair)]
         tokens: list[int] = []
@@ -130,11 +143,65 @@ class Qwen3Video(QwenVideo):
         for pair in range(pairs):
             first = padded[pair * self._pair] / video.fps
             last = padded[(pair + 1) * self._pair - 1] / video.fps
-            words = self._tokenize(f"<{(first + last) / 2:.1f} seconds>")
-            tokens += [*words, config.vision_start_token_id, *[self.placeholder_id] * count]
-            tokens.append(config.vision_end_token_id)
-            embedded += [False] * (len(words) + 1) + [True] * count + [False]
+            before, after = self.around_pair(first, last)
+            tokens += [*before, *[self.unit_id] * count, *after]
+            embedded += [False] * len(before) + [True] * count + [False] * len(after)
         return ProcessedMedia(tensors, tokens, embedded, grid=units)
+
+    @property
+    def unit_id(self) -> int:
+        """Return the token that stands for a unit."""
+        return self.placeholder_id
+
+    def around_pair(self, first: float, last: float) -> tuple[list[int], list[int]]:
+        """Return the tokens before and after the units of two frames at these seconds."""
+        config = self.config
+        words = self.tokenize(f"<{(first + last) / 2:.1f} seconds>")
+        return [*words, config.vision_start_token_id], [config.vision_end_token_id]
+
+
+@dataclass(frozen=True)
+class GlmSampling(Sampling):
+    """Frames at equal times, of the first 300 seconds or of 600 shares."""
+
+    seconds: float = 300.0
+
+    def indices(self, total: int, fps: float, most: int) -> list[int]:
+        if self.num_frames is not None or self.fps is None:
+            return super().indices(total, fps, most)
+        duration, last = total / fps, total - 1
+        if duration <= self.seconds:
+            count = max(int(duration * self.fps), 1)
+            chosen = [math.ceil(number * fps / self.fps) for number in range(count)]
+        else:
+            count = int(self.seconds * self.fps)
+            times = np.linspace(0, duration, min(count, total))
+            chosen = [math.ceil(second * fps) for second in times]
+        return list(dict.fromkeys(min(index, last) for index in chosen))[: min(most, self.most)]
+
+
+class GlmVideo(Qwen3Video):
+    """Each pair is written like a picture, with its seconds behind it."""
+
+    sampling = GlmSampling()
+    patch_size = QwenVideo.patch_size
+    least_pixels = 112 * 112
+    most_pixels = 2 * 30_000 * 28 * 28
+    mean, deviation = CLIP_MEAN, CLIP_DEVIATION
+
+    def encoded_grids(self, grid: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+        pairs, rows, columns = grid
+        return [(1, rows, columns)] * pairs
+
+    @property
+    def unit_id(self) -> int:
+        return int(self.config.image_token_id)
+
+    def around_pair(self, first: float, last: float) -> tuple[list[int], list[int]]:
+        config = self.config
+        return [config.image_start_token_id], [
+            config.image_end_token_id, *self.tokenize(str(int(first)))
+        ]  # fmt: skip
 
 
 def _near(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from .family import Pictures
 from .mrope import positions_of, sections_of
 from .packed import pack
 from .processor import ImageProcessor
-from .qwen_video import Qwen3Video, QwenVideo
+from .qwen_video import GlmVideo, Qwen3Video, QwenVideo
 
 
 class QwenProcessor(ImageProcessor):
@@ -45,6 +46,9 @@ class QwenProcessor(ImageProcessor):
         )
 
 
+GRIDS = "image_grid_thw"
+
+
 class QwenEncoder(TransformersEncoder):
     channels = (3, 1)
 
@@ -65,6 +69,15 @@ class QwenEncoder(TransformersEncoder):
     def encode(self, items: Sequence[Mapping[str, torch.Tensor]]) -> Sequence[torch.Tensor]:
         """Encode pictures of any sizes together."""
         return self.encode_together([self.prepared(item) for item in items])
+
+    def encode_together(
+        self, items: Sequence[Mapping[str, torch.Tensor]]
+    ) -> Sequence[torch.Tensor]:
+        """Encode items of one grid or several each."""
+        tensors = {name: torch.cat([item[name] for item in items]) for name in items[0]}
+        output = self.hf.get_image_features(**tensors)
+        parts = iter(self.rows(output, len(tensors[GRIDS])))
+        return [torch.cat(list(itertools.islice(parts, len(item[GRIDS])))) for item in items]
 
     def positions(self, items: Sequence[PlacedItem], num_tokens: int) -> tuple[np.ndarray, int]:
         return positions_of(items, num_tokens)
@@ -90,6 +103,10 @@ class Qwen2VL(QwenPictures):
     @classmethod
     def processor(cls, setup: MediaSetup, modality: str = "image") -> MediaProcessor:
         return (cls.video_class if modality == "video" else cls.processor_class)(setup)
+
+
+class Glm4v(Qwen2VL):
+    video_class = GlmVideo
 
 
 class Qwen35(Qwen2VL):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from ...core.protocols.audio import SpeechChat
 from ...core.protocols.media import MediaSetup
 from .family import Family
 from .recordings import AudioEncoder, FeatureExtractor
@@ -82,10 +83,17 @@ class VoxtralFeatures(FeatureExtractor):
         return len(tensors["input_features"]) * int(self._rows)
 
 
+VOXTRAL_LANGUAGES = ("ar", "de", "en", "es", "fr", "hi", "it", "nl", "pt")
+
+
 class Voxtral(Family):
     modalities = ("audio",)
     processors = {"audio": VoxtralFeatures}
     encoder_class = AudioEncoder
+    speech_chat = SpeechChat(
+        prompt="[INST][BEGIN_AUDIO][AUDIO][/INST]{}[TRANSCRIBE]", language="lang:{}",
+        languages={name: name for name in VOXTRAL_LANGUAGES},
+    )  # fmt: skip
 
     @classmethod
     def refusal(cls, setup: MediaSetup) -> str | None:
@@ -126,9 +134,11 @@ class AudioFlamingo3(Family):
     modalities = ("audio",)
     processors = {"audio": WindowedFeatures}
     encoder_class = AudioEncoder
+    speech_chat = SpeechChat("Transcribe the input speech.")
 
 
 class GlmAsr(Family):
     modalities = ("audio",)
     processors = {"audio": GlmAsrFeatures}
     encoder_class = AudioEncoder
+    speech_chat = SpeechChat("Please transcribe this audio into text")

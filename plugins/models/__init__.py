@@ -276,3 +276,8 @@ def register_configs(registry: Any) -> None:
         registry.add(model_type, f"jackfield.plugins.models.{place}")
     for model_type, name in PLAIN.items():
         registry.add(model_type, f"jackfield.plugins.models.plain_configs:{name}")
+
+
+@hookimpl
+def register_logits_processors(registry: Any) -> None:
+    registry.add("timestamp_rules", "jackfield.plugins.models.timestamp_rules:TimestampRules")

@@ -52,9 +52,9 @@ class ArcticForCausalLM(CausalLM):
     )
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        for field, known in (("moe_layer_frequency", 1), ("use_residual", True)):
-            if (value := getattr(config.hf_config, field)) != known:
-                raise ConfigError(f"{field}: {value} is not supported, only {known}", param=field)
+        for field, served in (("moe_layer_frequency", 1), ("use_residual", True)):
+            if (value := getattr(config.hf_config, field)) != served:
+                raise ConfigError(f"{field}: {value} is not supported, only {served}", param=field)
         super().__init__(config, build)
 
     @staticmethod

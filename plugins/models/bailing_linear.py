@@ -148,9 +148,9 @@ class BailingMoeV2_5ForCausalLM(BailingMoeForCausalLM):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         hf = config.hf_config
-        for field, known in (
+        for field, served in (
             ("linear_silu", False), ("use_linear_silu", False), ("linear_rope", True)
         ):  # fmt: skip
-            if (value := getattr(hf, field, known)) != known:
+            if (value := getattr(hf, field, served)) != served:
                 raise ConfigError(f"{field}: {value} is not supported", param=field)
         super().__init__(config, build)

@@ -35,10 +35,10 @@ class ChatGLMModel(Glm4Model, CausalLM):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         hf: Any = config.hf_config
-        for field, wanted in (
+        for field, served in (
             ("rmsnorm", True), ("add_bias_linear", False), ("post_layer_norm", True),
             ("apply_residual_connection_post_layernorm", False), ("original_rope", True),
         ):  # fmt: skip
-            if (value := getattr(hf, field, wanted)) is not wanted:
+            if (value := getattr(hf, field, served)) is not served:
                 raise ConfigError(f"{field}: {value!r} is not supported", param=field)
         super().__init__(config, build)

@@ -69,11 +69,11 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
 class SarvamMLAForCausalLM(DeepseekV3ForCausalLM):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         hf = config.hf_config
-        for field, known in (
+        for field, served in (
             ("score_function", "sigmoid"),
             ("moe_router_enable_expert_bias", True),
         ):
-            if getattr(hf, field) != known:
+            if getattr(hf, field) != served:
                 raise ConfigError(f"{field}: {getattr(hf, field)!r} is not supported", param=field)
         super().__init__(config, build)
 

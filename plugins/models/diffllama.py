@@ -84,8 +84,8 @@ class DifferentialAttention(SelfAttention):
         query, key = (F.pad(part, (0, self.head_dim)) for part in (query, key))
         out = self.attention.attend(query, key, both, context)
         first, second = out.view(len(qkv), 2, -1, 2 * self.head_dim).unbind(1)
-        told: torch.Tensor = self.norm(first - self.factor * second) * (1 - self.first)
-        return told.flatten(1)
+        difference: torch.Tensor = self.norm(first - self.factor * second) * (1 - self.first)
+        return difference.flatten(1)
 
 
 class DiffLlamaForCausalLM(CausalLM):

@@ -176,9 +176,9 @@ class LongcatFlashForCausalLM(CausalLM):
         input.
         """
         hf = config.hf_config
-        for field, known in (("zero_expert_type", "identity"), ("router_bias", False)):
+        for field, served in (("zero_expert_type", "identity"), ("router_bias", False)):
             value = getattr(hf, field, None)
-            if value not in (None, known):
+            if value not in (None, served):
                 raise ConfigError(f"{field}: {value!r} is not supported", param=field)
         rule = RoutingRule(hf.moe_topk, factor=hf.routed_scaling_factor)
         return IdentityMixture(hf.n_routed_experts, hf.zero_expert_num or 0, rule, config, build)

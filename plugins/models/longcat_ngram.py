@@ -150,8 +150,8 @@ class NgramEmbedding(nn.Module):
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         earlier = self.earlier(input_ids, context)
         ends = (earlier[..., None] == self.get_buffer("ends")).any(-1)
-        known = earlier.masked_fill(ends.cumsum(-1) > 0, 0)
-        numbers = input_ids[:, None] + (known[..., None] * self.get_buffer("factors")).sum(1)
+        visible = earlier.masked_fill(ends.cumsum(-1) > 0, 0)
+        numbers = input_ids[:, None] + (visible[..., None] * self.get_buffer("factors")).sum(1)
         out: torch.Tensor = self.projections(self.tables(numbers % self.get_buffer("rows")))
         return self.group.all_reduce(out) if self.group.size > 1 else out
 

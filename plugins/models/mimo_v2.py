@@ -90,13 +90,13 @@ class MiMoV2FlashForCausalLM(DeepseekMoeForCausalLM):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         hf = config.hf_config
-        for field, known in (
+        for field, served in (
             ("swa_num_attention_heads", config.num_heads), ("swa_head_dim", config.head_dim),
             ("swa_v_head_dim", hf.v_head_dim), ("add_swa_attention_sink_bias", True),
             ("add_full_attention_sink_bias", False),
         ):  # fmt: skip
-            if (value := getattr(hf, field, known)) != known:
-                raise ConfigError(f"{field}: {value} is not supported, only {known}", param=field)
+            if (value := getattr(hf, field, served)) != served:
+                raise ConfigError(f"{field}: {value} is not supported, only {served}", param=field)
         if not 0 < hf.v_head_dim <= config.head_dim:
             raise ConfigError(
                 f"v_head_dim: {hf.v_head_dim} is not supported, only up to head_dim "

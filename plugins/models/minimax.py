@@ -81,9 +81,9 @@ class MiniMaxForCausalLM(MixtralForCausalLM):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         hf: Any = config.hf_config
-        for field, known in (("postnorm", True), ("shared_intermediate_size", 0)):
-            value = getattr(hf, field, known)
-            if value not in (known, [known] * config.num_layers):
+        for field, served in (("postnorm", True), ("shared_intermediate_size", 0)):
+            value = getattr(hf, field, served)
+            if value not in (served, [served] * config.num_layers):
                 raise ConfigError(f"{field}: {value!r} is not supported", param=field)
         super().__init__(config, build)
         places = [f"model.layers.{layer}.self_attn.{name}" for layer in range(config.num_layers)

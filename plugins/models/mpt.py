@@ -28,10 +28,10 @@ class MptAttention(ClippedAttention, FusedAttention):
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
         options = hf.attn_config
-        for field, wanted in (("alibi", True), ("qk_ln", False), ("prefix_lm", False)):
-            if bool(getattr(options, field, wanted)) is not wanted:
+        for field, served in (("alibi", True), ("qk_ln", False), ("prefix_lm", False)):
+            if bool(getattr(options, field, served)) is not served:
                 name = f"attn_config.{field}"
-                raise ConfigError(f"{name}: {not wanted} is not supported", param=name)
+                raise ConfigError(f"{name}: {not served} is not supported", param=name)
         spec = super().spec(hf, layer)
         return msgspec.structs.replace(
             spec,

@@ -84,8 +84,8 @@ def _mixture(hf: Any, build: BuildContext) -> SparseMLP:
     """Create experts, chosen as DeepSeek-V3's are, and a shared one. With `moe_latent_size` the
     chosen ones read a projection of that width.
     """
-    for field, known in (("mlp_hidden_act", "relu2"), ("mlp_bias", False)):
-        if (value := getattr(hf, field)) != known:
+    for field, served in (("mlp_hidden_act", "relu2"), ("mlp_bias", False)):
+        if (value := getattr(hf, field)) != served:
             raise ConfigError(
                 f"{field}: {value!r} is not supported for layers of experts", param=field
             )

@@ -58,11 +58,11 @@ class OPTForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         hf: Any = config.hf_config
-        for field, wanted in (
+        for field, served in (
             ("do_layer_norm_before", True), ("layer_norm_elementwise_affine", True),
             ("_remove_final_layer_norm", False), ("word_embed_proj_dim", hf.hidden_size),
         ):  # fmt: skip
-            if (value := getattr(hf, field, wanted)) != wanted:
+            if (value := getattr(hf, field, served)) != served:
                 raise ConfigError(f"{field}: {value!r} is not supported", param=field)
         super().__init__(config, build)
 

@@ -80,7 +80,7 @@ class OuroForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         hf = config.hf_config
-        for field, known in (("early_exit_threshold", 1.0), ("use_sliding_window", False)):
-            if (value := getattr(hf, field, known)) != known:
-                raise ConfigError(f"{field}: {value} is not supported, only {known}", param=field)
+        for field, served in (("early_exit_threshold", 1.0), ("use_sliding_window", False)):
+            if (value := getattr(hf, field, served)) != served:
+                raise ConfigError(f"{field}: {value} is not supported, only {served}", param=field)
         super().__init__(config, build)

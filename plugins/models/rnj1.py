@@ -22,8 +22,8 @@ class Rnj1Decoder(Gemma3Decoder):
     def rotaries_of(config: ModelConfig, build: BuildContext) -> list[Rotary]:
         """Layer types without rope parameters use those of the window layers, as in Gemma 3."""
         hf = config.hf_config
-        given = hf.rope_parameters or {}
-        own = {kind: kind if kind in given else "sliding_attention" for kind in hf.layer_types}
+        rope = hf.rope_parameters or {}
+        own = {kind: kind if kind in rope else "sliding_attention" for kind in hf.layer_types}
         rotaries = {
             kind: Rotary(config, build, rope_of_type(hf, own[kind])) for kind in sorted(own)
         }

@@ -20,9 +20,9 @@ class SolarDecoder(Decoder):
         super().__init__(parts)
         hf: Any = parts.config.hf_config
         for name, least in (*dict.fromkeys(LISTS, 0).items(), ("bskcn_tv", 2)):
-            given = getattr(hf, name, None)
-            if given is None or None in given or len(given) < least:
-                raise ConfigError(f"{name}: {given} is no list of {least} or more", param=name)
+            value = getattr(hf, name, None)
+            if value is None or None in value or len(value) < least:
+                raise ConfigError(f"{name}: {value} is no list of {least} or more", param=name)
         self.keeps = (hf.bskcn_1, hf.bskcn_2)
         """Two lists of layers whose input is kept."""
         self.mixes = (hf.bskcn_3, hf.bskcn_4)

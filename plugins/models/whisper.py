@@ -21,6 +21,7 @@ from ...core.parts.encoder_decoder import FeatureShape
 from ...core.protocols.audio import SpeechTokens
 from .decoder import QKV_SHARDS
 from .encoder_decoder import Encoder, EncoderDecoder, EncoderDecoderLM, LearnedPositions
+from .timestamp_rules import TIMESTAMP_RULES
 
 SAMPLING_RATE, HOP, WINDOW = 16_000, 160, 400
 """Samples: per second, between frames, in a frame."""
@@ -232,9 +233,14 @@ def speech_tokens(config: ModelConfig, generation: Mapping[str, Any]) -> SpeechT
         return None
     names = {name.strip("<|>"): token for name, token in generation.get("lang_to_id", {}).items()}
     tasks = generation.get("task_to_id", {})
+    end = generation.get("eos_token_id", hf.eos_token_id)
+    rules = {
+        "no_timestamps": no_timestamps, "end": end,
+        "max_initial": generation.get("max_initial_timestamp_index"),
+    }  # fmt: skip
     return SpeechTokens(
         start=generation.get("decoder_start_token_id", hf.decoder_start_token_id),
-        end=generation.get("eos_token_id", hf.eos_token_id),
+        end=end,
         no_timestamps=no_timestamps,
         first_time=no_timestamps + 1,
         seconds_per_time=SECONDS_PER_TIME,
@@ -246,6 +252,7 @@ def speech_tokens(config: ModelConfig, generation: Mapping[str, Any]) -> SpeechT
         no_speech=no_timestamps - 1,
         alignment_heads=_alignment_heads(hf, generation.get("alignment_heads")),
         median_width=int(getattr(hf, "median_filter_width", 7)),
+        extra_args={TIMESTAMP_RULES: rules},
     )
 
 

@@ -76,11 +76,11 @@ class HeadsMamba(StateMixer):
 class ZambaDecoder(Zamba2Decoder):
     @staticmethod
     def check(hf: Any) -> None:
-        for field, known in (
+        for field, served in (
             ("hidden_mamba_act", "silu"),
             ("attention_hidden_size", 2 * hf.hidden_size),
         ):
-            if getattr(hf, field) != known:
+            if getattr(hf, field) != served:
                 raise ConfigError(f"{field}: {getattr(hf, field)!r} is not supported", param=field)
 
     @staticmethod

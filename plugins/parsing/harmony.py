@@ -41,15 +41,15 @@ class Messages:
 
     def __init__(self, emit: EmitText) -> None:
         self._emit = emit
-        self._said = self._between = False
+        self._has_content = self._between = False
 
     def begin(self) -> None:
-        self._between = self._said
+        self._between = self._has_content
 
     def emit(self, text: str) -> None:
         if text:
             self._emit("\n" + text if self._between else text)
-            self._said, self._between = True, False
+            self._has_content, self._between = True, False
 
 
 def first_recipient(text: Cursor) -> Read[str]:

@@ -207,7 +207,7 @@ def without_end(part: Part) -> Part | None:
     options = part.options if isinstance(part, Choice) else [part]
     left: list[Part] = [option for option in options if not isinstance(option, End)]
     for inner in left:
-        if any(isinstance(found, End) for found in _walk(inner)):
+        if any(isinstance(each, End) for each in _walk(inner)):
             raise ValueError("'$' is read as an alternative of its own only")
     if not left:
         return None
@@ -215,15 +215,15 @@ def without_end(part: Part) -> Part | None:
 
 
 def names(part: Part) -> list[str]:
-    return [found.name for found in _walk(part) if isinstance(found, Group)]
+    return [each.name for each in _walk(part) if isinstance(each, Group)]
 
 
 def literals(part: Part) -> list[str]:
     """Return its longest literal texts, in order."""
     texts, run = [], ""
-    for found in [*_walk(part), Sequence([])]:
-        if isinstance(found, Char) and found.literal:
-            run += found.literal
+    for each in [*_walk(part), Sequence([])]:
+        if isinstance(each, Char) and each.literal:
+            run += each.literal
         elif run:
             texts.append(run)
             run = ""

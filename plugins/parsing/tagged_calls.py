@@ -141,8 +141,8 @@ class TaggedCallsParser(ToolMachine):
     def _unwrapped(self, name: str, key: str, value: str) -> str:
         """Return a wrapper's arguments without braces; "" if there are none."""
         schema = self.schemas.get(name)
-        known = schema.get("properties") if isinstance(schema, Mapping) else None
-        if not isinstance(known, Mapping) or key in known:
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        if not isinstance(properties, Mapping) or key in properties:
             return ""
         try:
             if value.startswith('"'):
@@ -150,7 +150,7 @@ class TaggedCallsParser(ToolMachine):
             arguments = json.loads(value)
         except RecursionError:
             return ""
-        inner = isinstance(arguments, dict) and all(key in known for key in arguments)
+        inner = isinstance(arguments, dict) and all(key in properties for key in arguments)
         return value.strip()[1:-1] if inner else ""
 
     def name_of(self, header: str) -> str:

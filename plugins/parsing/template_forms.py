@@ -159,8 +159,8 @@ def shape_of(transform: Any, each: Any, groups: Sequence[str], scope: str) -> Sh
     for path in _placeholders(transform, f"{scope}.transform", 0):
         root = path.split(".")[0]
         if not each and root not in ("content", *groups):
-            known = ", ".join(["content", *groups])
-            raise ValueError(f"{scope}.transform: {{{path}}} is unknown (there are: {known})")
+            names = ", ".join(["content", *groups])
+            raise ValueError(f"{scope}.transform: {{{path}}} is unknown (there are: {names})")
     inner = transform.get("function", transform) if isinstance(transform, Mapping) else transform
     if isinstance(inner, Mapping) and "name" not in inner:
         raise ValueError(f"{scope}.transform: the call has no name")

@@ -72,7 +72,7 @@ class Tags:
         self._parts: list[str] = []
         self._size = self._read_again = 0
         """Characters so far; characters read again, after a match whose end was found late."""
-        self._found: list[Match] = []
+        self._matches: list[Match] = []
 
     def add(self, text: str) -> None:
         """Add a piece. Raises ValueError if too much must be read twice."""
@@ -86,7 +86,7 @@ class Tags:
             self._read(*self._after(match, "", self._size))
         text, form = "".join(self._parts), self._form
         values: dict[str, list[Written]] = {}
-        for match in self._found:
+        for match in self._matches:
             groups = {name: text[start:end] for name, (start, end) in match.groups.items()}
             value = _written(groups.get("value", ""), form.value)
             values.setdefault(groups.get("key", ""), []).append(value)
@@ -100,7 +100,7 @@ class Tags:
 
     def _after(self, match: Match, text: str, start: int) -> tuple[str, int]:
         """Record a match; return the text to read after it, and its position."""
-        self._found.append(match)
+        self._matches.append(match)
         self._read_again += self._search.position - match.end
         if match.end < start:
             self._read_again += self._size // 64  # The pieces are joined once more.

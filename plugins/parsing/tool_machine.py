@@ -67,7 +67,7 @@ class Answer:
         self._events = events
         self.calls = 0
         """Calls started."""
-        self._said = False
+        self._has_content = False
         self._spaces: list[str] = []
         """Whitespace that may separate contents."""
 
@@ -79,18 +79,18 @@ class Answer:
             return
         if not self._spaces and text[0] not in SPACE and text[-1] not in SPACE:
             self._events.append(Content(text))  # Fast path for most text.
-            self._said = True
+            self._has_content = True
             return
         bare = text.strip(SPACE)
         if not bare:
             self._spaces.append(text)
             return
         begin = len(text) - len(text.lstrip(SPACE))
-        if self._said or not self.calls:
+        if self._has_content or not self.calls:
             self._pass_on([*self._spaces, text[: begin + len(bare)]])
         else:
             self._pass_on([bare])
-        self._said = True
+        self._has_content = True
         after = text[begin + len(bare) :]
         self._spaces = [after] if after else []
 

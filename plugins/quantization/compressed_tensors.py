@@ -201,10 +201,10 @@ def _floats_of_4(
     size: int,
 ) -> Scheme:
     """Return the scheme of 4-bit floats, with wide inputs."""
-    for field, known in (
+    for field, served in (
         ("type", "float"), ("num_bits", 4), ("strategy", strategy), ("group_size", size),
     ):  # fmt: skip
-        weights.choice(field, (known,), known)
+        weights.choice(field, (served,), served)
     return Scheme(group.names("targets"), kind, 4, size, True, False, "wide")
 
 

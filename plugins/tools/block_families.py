@@ -201,13 +201,13 @@ class MiniCpm5ToolParser(BlockCallsParser):
         """Return the call without unknown arguments, if it fits the tool's schema."""
         schema = self.schemas.get(name)
         schema = schema if isinstance(schema, Mapping) else {}
-        known = schema.get("properties")
+        properties = schema.get("properties")
         if len(arguments) == 1 and (wrapper := next(iter(arguments))) in _WRAPPERS:
-            if not (isinstance(known, Mapping) and wrapper in known):
+            if not (isinstance(properties, Mapping) and wrapper in properties):
                 inner = object_of(arguments[wrapper])
                 arguments = arguments if inner is None else inner
-        if isinstance(known, Mapping):
-            arguments = {key: value for key, value in arguments.items() if key in known}
+        if isinstance(properties, Mapping):
+            arguments = {key: value for key, value in arguments.items() if key in properties}
         required = schema.get("required")
         if isinstance(required, list) and not set(map(str, required)) <= arguments.keys():
             return None
@@ -243,12 +243,12 @@ class MiniMaxM3ToolParser(BlockCallsParser):
     ends_turn = reads_unfinished = True
 
     def calls(self, block: str) -> list[tuple[str, str]] | None:
-        found: list[tuple[str, str]] = []
+        calls: list[tuple[str, str]] = []
         tags = {f"{_M3}<invoke name=": f"{_M3}</invoke>"}
         for element in elements(block, tags):
             header = attribute(element[1]) if element is not None else None
             if element is None or header is None:
                 break
             name, begin = header
-            found.append((name, arguments_of(element[1][begin:], _M3, self.schemas.get(name))))
-        return found
+            calls.append((name, arguments_of(element[1][begin:], _M3, self.schemas.get(name))))
+        return calls

@@ -21,7 +21,7 @@ import pytest
 import uvloop
 from serving import Server, engine_config, running, save_random
 
-from jackfield.entrypoints.http import connections
+from jackfield.entrypoints.http import connections, descriptors
 from jackfield.entrypoints.http.connection_limits import ConnectionLimits
 from jackfield.entrypoints.http.options import ServerOptions
 
@@ -189,10 +189,10 @@ def test_a_warning_is_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -
 
 
 def test_the_lack_of_descriptors_is_noticed() -> None:
-    assert connections.descriptors_left()
+    assert descriptors.descriptors_left()
     code = (
         "import resource, os\n"
-        "from jackfield.entrypoints.http.connections import descriptors_left\n"
+        "from jackfield.entrypoints.http.descriptors import descriptors_left\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\n"
         "try:\n"
         "    while True: os.dup(1)\n"
@@ -205,25 +205,25 @@ def test_the_lack_of_descriptors_is_noticed() -> None:
 async def test_the_lack_of_descriptors_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connections, "descriptors_left", lambda: False)
+    monkeypatch.setattr(descriptors, "descriptors_left", lambda: False)
     caplog.set_level(logging.WARNING)
-    async with connections.watching_descriptors():
+    async with descriptors.watching_descriptors():
         while not caplog.records:
-            await connections.asyncio.sleep(0)
+            await asyncio.sleep(0)
     assert "has no descriptor left" in caplog.records[0].message
 
 
 def test_the_soft_limit_of_descriptors_is_raised() -> None:
     code = (
         "import resource\n"
-        "from jackfield.entrypoints.http import connections\n"
+        "from jackfield.entrypoints.http import descriptors\n"
         "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
         "hard = min(hard, 4096)\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))\n"
-        "print(connections.max_connections())\n"
-        "assert connections.raise_descriptors() == hard\n"
+        "print(descriptors.max_connections())\n"
+        "assert descriptors.raise_descriptors() == hard\n"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard\n"
-        "print(connections.max_connections() == hard - connections.RESERVED)\n"
+        "print(descriptors.max_connections() == hard - descriptors.RESERVED)\n"
     )
     completed = forked.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert completed.stdout.split() == ["256", "True"], completed.stderr

@@ -140,6 +140,19 @@ async def test_what_is_wrong_is_an_event_and_the_session_goes_on(server: Server)
                     "input_audio_transcription": {"language": "xx"}}},
                 "language",
             ),
+            ({"type": "session.update", "model": "\ud800"}, "model"),
+            ({"type": "session.update", "model": ["served"]}, "model"),
+            (
+                {"type": "session.update", "session": {
+                    "input_audio_transcription": {"language": []}}},
+                "language",
+            ),
+            (
+                {"type": "session.update", "session": {
+                    "input_audio_transcription": {"prompt": "half a \ud83d"}}},
+                "prompt",
+            ),
+            ({"type": "input_audio_buffer.append", "audio": "\ud800"}, "audio"),
             ({"type": "input_audio_buffer.append", "audio": "!"}, "audio"),
             ({"type": "input_audio_buffer.append"}, "audio"),
             ({"type": "input_audio_buffer.commit"}, "input_audio_buffer"),
@@ -186,18 +199,27 @@ async def test_what_a_session_holds_is_bounded(
 
 
 async def test_a_client_that_goes_away_leaves_nothing(server: Server) -> None:
+    before = num_finished(server)
     for _ in range(3):
         async with connected(server) as client:
             await client.set_up(language="de")
-            await client.append(pcm(2.5))
+            await client.append(pcm(50))
             await client.send("input_audio_buffer.commit")
-            await client.next()
+            await client.until(f"{WORDS}.delta")  # Some forty windows are left.
             await client.socket.close()
+
     async with connected(server) as client:  # The engine serves the next.
         await client.set_up(language="de")
         await client.append(pcm(0.5))
         await client.send("input_audio_buffer.commit")
         await client.until(f"{WORDS}.completed")
+    # Of three times fifty windows, each of several requests, few were begun.
+    assert num_finished(server) - before < 60
+    assert server.becomes(lambda engine: not engine.stats().num_requests_running)
+
+
+def num_finished(server: Server) -> int:
+    return sum(server.engine.stats().requests_finished.values())
 
 
 async def test_who_may_not_connect(server: Server, tmp_path: Any) -> None:

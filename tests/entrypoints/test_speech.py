@@ -18,6 +18,7 @@ import torch
 import transformers
 from serving import Server, engine_config, running, save_random
 from tokenizers import decoders, models, pre_tokenizers
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from jackfield import EngineConfig
 from jackfield.entrypoints.http.options import ServerOptions
@@ -109,7 +110,11 @@ def post(server: Server, data: bytes | None, task: str = "transcriptions", **fie
 
 @torch.no_grad()
 def written(model: Any, data: bytes, prompt: list[int], most: int) -> list[int]:
-    """→ greedy tokens of the reference after a prompt."""
+    """→ greedy tokens of the reference after a prompt, with times where it does not bar them."""
+    config = transformers.GenerationConfig(
+        eos_token_id=80, no_timestamps_token_id=TOKEN["<|notimestamps|>"]
+    )
+    rules = WhisperTimeStampLogitsProcessor(config, begin_index=len(prompt))
     samples, _ = soundfile.read(io.BytesIO(data), dtype="float32")
     extractor = transformers.WhisperFeatureExtractor(chunk_length=1, feature_size=80)
     features = extractor(samples, sampling_rate=RATE, return_tensors="pt").input_features
@@ -119,6 +124,8 @@ def written(model: Any, data: bytes, prompt: list[int], most: int) -> list[int]:
         ids = torch.tensor([prompt + tokens])
         logits = model(input_features=features, decoder_input_ids=ids).logits[0, -1]
         logits[barred if tokens else [*barred, 80]] = -torch.inf
+        if prompt[-1] != TOKEN["<|notimestamps|>"]:
+            [logits] = rules(ids, logits[None])
         tokens.append(int(logits.argmax()))
     return tokens
 

@@ -17,7 +17,8 @@ import uvloop
 from aiohttp import web
 
 from jackfield.entrypoints.http.connection_limits import ConnectionLimits
-from jackfield.entrypoints.http.connections import Connections, Runner
+from jackfield.entrypoints.http.connections import Connections
+from jackfield.entrypoints.http.runner import Runner
 from jackfield.entrypoints.http.tls import Tls
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"

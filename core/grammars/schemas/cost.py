@@ -89,11 +89,11 @@ def _is_plain_number(value: Any) -> bool:
 
 
 def _values(value: Any) -> Iterator[Any]:
-    todo = [value]
-    while todo:
-        value = todo.pop()
+    pending = [value]
+    while pending:
+        value = pending.pop()
         yield value
         if isinstance(value, dict):
-            todo.extend(value.values())
+            pending.extend(value.values())
         elif isinstance(value, list):
-            todo.extend(value)
+            pending.extend(value)

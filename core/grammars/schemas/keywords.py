@@ -32,20 +32,20 @@ def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 def placed_subschemas(schema: Any) -> Iterator[tuple[Place, dict[str, Any]]]:
     """As `subschemas`, with places."""
-    todo: list[tuple[Place, Any]] = [(None, schema)]
-    while todo:
-        place, part = todo.pop()
+    pending: list[tuple[Place, Any]] = [(None, schema)]
+    while pending:
+        place, part = pending.pop()
         if not isinstance(part, dict):
             continue
         yield place, part
         for key, value in reversed(part.items()):
             inner: Place = (place, key)
             if key in NAMED and isinstance(value, dict):
-                todo.extend(((inner, name), named) for name, named in reversed(value.items()))
+                pending.extend(((inner, name), named) for name, named in reversed(value.items()))
             elif key not in DATA and isinstance(value, list):
-                todo.extend(reversed([((inner, n), each) for n, each in enumerate(value)]))
+                pending.extend(reversed([((inner, n), each) for n, each in enumerate(value)]))
             elif key not in DATA:
-                todo.append((inner, value))
+                pending.append((inner, value))
 
 
 def path_of(place: Place, keyword: str) -> str:

@@ -133,15 +133,15 @@ def matches_among(pattern: str, names: Collection[str]) -> set[str] | None:
     repetitions between ^ and $.
     """
     longest = max(map(len, names), default=0)
-    found: set[str] = set()
+    spelled: set[str] = set()
     try:
         for branch in _branches(pattern):
             if len(branch) < 2 or branch[0] != "^" or branch[-1] != "$":
                 return None
-            found |= _Reader(branch[1:-1], 4 * len(names) + 64, longest).read()
+            spelled |= _Reader(branch[1:-1], 4 * len(names) + 64, longest).read()
     except _NotListed:
         return None
-    return found if found.issubset(names) else None
+    return spelled if spelled.issubset(names) else None
 
 
 def _branches(pattern: str) -> Iterator[list[str]]:
@@ -213,13 +213,13 @@ class _Reader:
         least, most = int(counts[1]), int(counts[2] or counts[1])
         if token.rstrip("?").endswith(",}") or not least <= most <= MAX_REPEATED:
             raise _NotListed
-        found: set[str] = set()
+        spelled: set[str] = set()
         repeated = {""}
         for count in range(most + 1):
             if count >= least:
-                found |= repeated
+                spelled |= repeated
             repeated = self._joined(repeated, texts) if count < most else repeated
-        return found
+        return spelled
 
     def _joined(self, first: set[str], second: set[str]) -> set[str]:
         if len(first) * len(second) > self._limit:

@@ -145,17 +145,17 @@ def _value(form: ArgumentForm, key: str, schema: Any, root: Mapping[str, Any]) -
 def _alternatives(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return equivalent alternatives of one type each. Raises ValueError if too many."""
     alternatives: list[Mapping[str, Any]] = []
-    todo = [schema]
+    pending = [schema]
     for _ in range(MAX_ALTERNATIVES):
-        if not todo:
+        if not pending:
             return alternatives
-        current = todo.pop()
+        current = pending.pop()
         if not isinstance(current, Mapping):
             alternatives.append({})
         elif isinstance(current.get("$ref"), str) and not _constraints(current) - {"$ref"}:
-            todo.append(_referred(current["$ref"], root))
+            pending.append(_referred(current["$ref"], root))
         elif (inner := _inner(current)) is not None:
-            todo.extend(reversed(inner))
+            pending.extend(reversed(inner))
         else:
             alternatives.append(current)
     raise ValueError("has too many alternatives")

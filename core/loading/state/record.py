@@ -70,10 +70,10 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
                     param=field,
                 )
         if self.expert_parallel != (ranks.experts.size > 1):
-            made, here = ("whole", "divided") if self.expert_parallel else ("divided", "whole")
+            there, here = ("whole", "divided") if self.expert_parallel else ("divided", "whole")
             raise ConfigError(
-                f"enable_expert_parallel: in {file} experts are {made}, and in this engine {here}; "
-                "convert the checkpoint with the same option",
+                f"enable_expert_parallel: in {file} experts are {there}, and in this engine {here}"
+                "; convert the checkpoint with the same option",
                 param="enable_expert_parallel",
             )
         if self.pipeline_layer_partition != ranks.pipeline.partition:

@@ -17,11 +17,11 @@ class Staging:
     def __init__(self, module: QuantizedLinear) -> None:
         self.module = module
         spec = module.spec
-        self._wanted = {shard: module.tensors(rows) for shard, rows in spec.shards.items()}
+        self._specs = {shard: module.tensors(rows) for shard, rows in spec.shards.items()}
         self._got: dict[str, dict[str, torch.Tensor]] = {shard: {} for shard in spec.shards}
         self._needed = {
             (shard, leaf)
-            for shard, specs in self._wanted.items()
+            for shard, specs in self._specs.items()
             for leaf, tensor in specs.items()
             if not tensor.optional
         }
@@ -30,7 +30,7 @@ class Staging:
     @property
     def places(self) -> Iterable[tuple[str, str]]:
         """Tensors of the layer: (shard name, name after the prefix)."""
-        for shard, specs in self._wanted.items():
+        for shard, specs in self._specs.items():
             for leaf in specs:
                 yield shard, leaf
 
@@ -46,11 +46,11 @@ class Staging:
         """Add a tensor; process the layer after the last. `divided`: already this rank's part.
         Raises LoadError.
         """
-        spec = self._wanted.get(shard or "", {}).get(leaf)
+        spec = self._specs.get(shard or "", {}).get(leaf)
         if spec is None:
             raise LoadError(
                 f"unexpected tensor {name!r}: its layer is quantized and takes "
-                f"{', '.join(sorted(self._wanted[next(iter(self._wanted))]))}"
+                f"{', '.join(sorted(self._specs[next(iter(self._specs))]))}"
             )
         if not divided:
             tensor = _own_part(self.module.sharding, name, shard, tensor, spec)
@@ -71,7 +71,7 @@ class Staging:
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         """Fill in random tensors."""
-        for shard, specs in self._wanted.items():
+        for shard, specs in self._specs.items():
             for leaf, spec in specs.items():
                 if not spec.optional or spec.dummy is not None:
                     self._got[shard][leaf] = _random(self.module, leaf, spec, generator)

@@ -53,11 +53,13 @@ class DraftedStates:
     """Whether operations read rows on the device alone."""
     calls: list[tuple[Callable[..., Any], dict[str, Any]]] = field(default_factory=list)
 
-    def note(self, operation: Callable[..., Any], given: dict[str, Any], names: Any) -> StateRows:
+    def note(
+        self, operation: Callable[..., Any], arguments: dict[str, Any], names: Any
+    ) -> StateRows:
         """Note a call, and return its rows with copies of states."""
-        rows: StateRows = given["rows"]
-        tokens = {name: given[name].index_select(0, self.tokens) for name in names}
-        self.calls.append((operation, {**given, **tokens}))
+        rows: StateRows = arguments["rows"]
+        tokens = {name: arguments[name].index_select(0, self.tokens) for name in names}
+        self.calls.append((operation, {**arguments, **tokens}))
         return replace(rows, slots=rows.slots + self.offsets)
 
     def leave(self, slot: int) -> None:
@@ -83,8 +85,8 @@ class DraftedStates:
             mixed=self.on_device,
         )
         calls, self.calls = self.calls, []
-        for operation, given in calls:
-            operation(**{**given, "rows": rows})
+        for operation, arguments in calls:
+            operation(**{**arguments, "rows": rows})
 
 
 class NotingOperations:
@@ -96,15 +98,15 @@ class NotingOperations:
         """Of the step that is launched; None: no row has drafts."""
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._operations, name)
+        operation = getattr(self._operations, name)
         if name not in TOKEN_INPUTS:
-            return found
+            return operation
 
         def call(*arguments: Any, **named: Any) -> Any:
             if self.drafted is None:
-                return found(*arguments, **named)
-            given = dict(zip(_PARAMETERS[name], arguments, strict=False)) | named
-            rows = self.drafted.note(found, given, TOKEN_INPUTS[name])
-            return found(**{**given, "rows": rows})
+                return operation(*arguments, **named)
+            by_name = dict(zip(_PARAMETERS[name], arguments, strict=False)) | named
+            rows = self.drafted.note(operation, by_name, TOKEN_INPUTS[name])
+            return operation(**{**by_name, "rows": rows})
 
         return call

@@ -66,27 +66,27 @@ class StepDurations:
         tokens = plan.total_tokens
         if tokens >= SHORT_STEP_TOKENS > len(plan.slots):
             self.seconds_per_token = _smooth(self.seconds_per_token, seconds / tokens)
-        known = self._classes.get(_class(plan))
-        if known is None:
+        size_class = self._classes.get(_class(plan))
+        if size_class is None:
             self._classes[_class(plan)] = _Class(seconds, tokens)
             return
-        weight = 0.5 if seconds < known.seconds else FORGET
-        known.seconds += weight * (seconds - known.seconds)
-        known.tokens += weight * (tokens - known.tokens)
+        weight = 0.5 if seconds < size_class.seconds else FORGET
+        size_class.seconds += weight * (seconds - size_class.seconds)
+        size_class.tokens += weight * (tokens - size_class.tokens)
 
     def expected(self, plan: StepPlan) -> float:
         """Return a step's expected seconds; 0: unknown."""
-        known = self._classes.get(_class(plan))
-        if known is None:
+        size_class = self._classes.get(_class(plan))
+        if size_class is None:
             return 0.0
-        return known.seconds * min(1.0, plan.total_tokens / max(known.tokens, 1.0))
+        return size_class.seconds * min(1.0, plan.total_tokens / max(size_class.tokens, 1.0))
 
 
-def _smooth(known: float, measured: float) -> float:
+def _smooth(average: float, measured: float) -> float:
     """Follow faster steps at once and slower ones slowly; 0: unknown."""
-    if not known:
+    if not average:
         return measured
-    return known + (0.5 if measured < known else FORGET) * (measured - known)
+    return average + (0.5 if measured < average else FORGET) * (measured - average)
 
 
 def _class(plan: StepPlan) -> tuple[bool, bool, int]:
@@ -117,16 +117,16 @@ class PlanTiming:
     def arrived(self) -> None:
         self._last_arrival = self._clock()
 
-    def submitted(self, plan: StepPlan, begun: float) -> None:
-        """Note a plan in flight; `begun`: start of its planning."""
-        self._in_flight.append((plan, begun))
+    def submitted(self, plan: StepPlan, start: float) -> None:
+        """Note a plan in flight; `start`: that of its planning."""
+        self._in_flight.append((plan, start))
 
     def ended(self, plan: StepPlan, result: StepResult) -> None:
         now = self._clock()
-        _, begun = self._in_flight.popleft()
+        _, start = self._in_flight.popleft()
         launched = now - result.device_seconds
         self._durations.add(plan, now - max(self._last_end, launched))
-        self._note_host_seconds(max(launched - begun, 0.0))
+        self._note_host_seconds(max(launched - start, 0.0))
         self._last_end = now
 
     def pace(self) -> StepPace | None:
@@ -161,22 +161,22 @@ class PlanTiming:
         return delay if delay >= SHORTEST_DELAY else 0.0
 
     def _note_host_seconds(self, seconds: float) -> None:
-        known = self._host_seconds
-        if not known:
+        average = self._host_seconds
+        if not average:
             self._host_seconds = seconds
-        elif seconds > known:
-            self._host_seconds += HOST_RISES * (min(seconds, HOST_SPIKE * known) - known)
+        elif seconds > average:
+            self._host_seconds += HOST_RISES * (min(seconds, HOST_SPIKE * average) - average)
         else:
-            self._host_seconds += HOST_FALLS * (seconds - known)
+            self._host_seconds += HOST_FALLS * (seconds - average)
 
     def _expected_end(self) -> tuple[float, float]:
         """Return the expected end of the steps in flight, and the last one's duration; 0:
         unknown.
         """
         end, seconds = self._last_end, 0.0
-        for plan, begun in self._in_flight:
+        for plan, start in self._in_flight:
             seconds = self._durations.expected(plan)
             if not seconds:
                 break
-            end = max(end, begun + self._host_seconds) + seconds
+            end = max(end, start + self._host_seconds) + seconds
         return end, seconds

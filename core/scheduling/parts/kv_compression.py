@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from ...cache.compacted_tables import CompactedTables
 from ...cache.kv_manager import NO_HITS, PrefixHits
 from ...cache.level_options import CacheLevel, LevelFormat
 from ...cache.levels import LeveledTables, Step
@@ -116,6 +117,7 @@ class KVCompression(SchedulerPart):
         self._rule = rule
         self._block_bytes = block_bytes
         self._kv = services.kv
+        self._tables = CompactedTables(services.kv)
         self._levels = (
             LeveledTables(services.kv, rule.levels, rule.formats) if rule.levels else None
         )
@@ -141,7 +143,7 @@ class KVCompression(SchedulerPart):
         """Of running requests: blocks that compactions freed, and tokens that they dropped."""
         self._least_free = math.ceil((1 - rule.threshold) * services.kv.num_usable_blocks)
         """Free blocks below which caches are compacted."""
-        self._wanted = 0
+        self._num_lacking = 0
         """Blocks that the first waiting request lacked in the last plan."""
         self._promised: int | None = None
         """Likely growth of running requests in blocks, once computed."""
@@ -157,10 +159,10 @@ class KVCompression(SchedulerPart):
 
     def begin_plan(self, builder: PlanBuilder) -> None:
         self._promised = None
-        if self._wanted or self._kv.pool.num_free < self._least_free:
-            wanted = max(self._wanted, self._least_free)
-            self._relieve_early(self._requests.running.requests, wanted)
-            self._wanted = 0
+        if self._num_lacking or self._kv.pool.num_free < self._least_free:
+            num_blocks = max(self._num_lacking, self._least_free)
+            self._relieve_early(self._requests.running.requests, num_blocks)
+            self._num_lacking = 0
 
     def plan_part(self, step: int, builder: PlanBuilder) -> CompactionPlan | None:
         if not self._planned:
@@ -200,11 +202,11 @@ class KVCompression(SchedulerPart):
         if self._promised is None:
             self._promised = self._likely(self._requests.running.requests)
         most = self._most_tokens(request, hits)
-        return self._promised - self._kv.blocks_saved(request.num_tokens, most)
+        return self._promised - self._tables.blocks_saved(request.num_tokens, most)
 
     def no_room(self, request: Request, hits: PrefixHits, reserve: int) -> None:
         """Compact for the first waiting request before the next plan's rows."""
-        self._wanted = self._kv.blocks_missing(request.num_tokens, hits) + reserve
+        self._num_lacking = self._kv.blocks_missing(request.num_tokens, hits) + reserve
 
     def enter(self, request: Request, hits: PrefixHits) -> None:
         rule = self._rule.of(request.params.kv_compression)
@@ -292,7 +294,7 @@ class KVCompression(SchedulerPart):
         rule, length = self._rule.of(request.params.kv_compression), request.num_tokens
         if rule is None or hits.num_blocks:
             return length
-        most_after: Callable[[int], int] = self._kv.most_after
+        most_after: Callable[[int], int] = self._tables.most_after
         if self._levels is not None:
             rule, most_after = msgspec.structs.replace(rule, ratio=1.0), self._levels.most_tokens
         return rule.most_tokens(request.num_prompt_tokens, length, most_after)
@@ -389,8 +391,8 @@ class KVCompression(SchedulerPart):
             return sum(step.gain for step in steps), steps
         num_tokens = request.num_kv_tokens
         kept = min(rule.kept_tokens(request.num_computed_tokens), num_tokens)
-        kept = self._kv.possible_length(num_tokens, kept)
-        return self._kv.compaction_gain(request, kept, transfers), kept
+        kept = self._tables.possible_length(num_tokens, kept)
+        return self._tables.gain(request, kept, transfers), kept
 
     def _compact_held(self, request: Request, target: Target, gain: int) -> bool:
         if self._transfers is not None:
@@ -403,7 +405,7 @@ class KVCompression(SchedulerPart):
 
     def _compact(self, request: Request, target: Target, gain: int) -> bool:
         if isinstance(target, int):
-            compaction = self._kv.compact(request, target, self._read)
+            compaction = self._tables.compact(request, target, self._read)
             if compaction is None:
                 return False
             self._planned[request.slot] = request, compaction, gain

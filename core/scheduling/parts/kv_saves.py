@@ -35,8 +35,8 @@ class Saves:
 
     def _num_stored(self, request: Request, num_hits: int) -> int:
         if self._saving:
-            known = zip(request.block_ids[:num_hits], request.block_hashes, strict=False)
-            for number, (block_id, key) in enumerate(known):
+            hit_blocks = zip(request.block_ids[:num_hits], request.block_hashes, strict=False)
+            for number, (block_id, key) in enumerate(hit_blocks):
                 if self._stored.get(block_id) != key:
                     return number
         return num_hits

@@ -60,10 +60,10 @@ class KVTransfer(SchedulerPart):
         self._row_ends: list[int] = []
         """The same of the step whose result is processed."""
         self._numbers = count()
-        self._held: dict[int, list[int]] = {}
-        """Transfer → held blocks."""
+        self._blocks_of: dict[int, list[int]] = {}
+        """Transfer → blocks that it holds."""
         self._unsent: set[int] = set()
-        """Transfers of `_held` that the worker half does not know of yet."""
+        """Transfers of `_blocks_of` that the worker half does not know of yet."""
         self._failure_seen = False
         self._detached: KVDetached | None = None
         """State of a worker half that has failed."""
@@ -116,7 +116,7 @@ class KVTransfer(SchedulerPart):
         kv.pool.hold(hits.block_ids)
         blocks = kv.pool.allocate(len(keys))
         transfer = next(self._numbers)
-        self._held[transfer] = [*hits.block_ids, *blocks]
+        self._blocks_of[transfer] = [*hits.block_ids, *blocks]
         self._unsent.add(transfer)
         self._loads.begin(transfer, Load(request, hits.num_blocks, blocks, keys))
         request.status = Status.LOADING
@@ -171,7 +171,7 @@ class KVTransfer(SchedulerPart):
 
     def _hold(self, transfer: int, block_ids: list[int]) -> None:
         self.kv.pool.hold(block_ids)
-        self._held[transfer] = block_ids
+        self._blocks_of[transfer] = block_ids
         self._unsent.add(transfer)
 
     # ------------------------------------------------------------ a connector that fails
@@ -191,7 +191,7 @@ class KVTransfer(SchedulerPart):
             load = self._loads.give_up(transfer)
             if load is not None and load.waits:
                 waiting.append(load.request)
-            self.kv.pool.release(self._held.pop(transfer))
+            self.kv.pool.release(self._blocks_of.pop(transfer))
         self._unsent.clear()
         return waiting
 
@@ -211,12 +211,12 @@ class KVTransfer(SchedulerPart):
             assert load is not None, "a load that has begun"
             if load.waits:
                 waiting.append(load.request)
-            self.kv.pool.release(self._held[transfer][: load.num_hits])
-            self._held[transfer] = load.block_ids
+            self.kv.pool.release(self._blocks_of[transfer][: load.num_hits])
+            self._blocks_of[transfer] = load.block_ids
         if detached.closed:
             self._release_all()
         elif detached.closed is not None:
-            self.num_lost_blocks = len({b for held in self._held.values() for b in held})
+            self.num_lost_blocks = len({b for blocks in self._blocks_of.values() for b in blocks})
             logger.error(
                 "%d KV blocks are out of use until the engine is started anew: they may still be "
                 "read and written", self.num_lost_blocks,
@@ -318,7 +318,7 @@ class KVTransfer(SchedulerPart):
         finished = dict.fromkeys(report.finished)
         failed: tuple[int, ...] | None
         for transfer, failed in [*finished.items(), *report.failed.items()]:
-            block_ids = self._held.pop(transfer, None)
+            block_ids = self._blocks_of.pop(transfer, None)
             if block_ids is None:
                 logger.error("the KV connector ended transfer %d, which is not pending", transfer)
                 continue
@@ -344,14 +344,14 @@ class KVTransfer(SchedulerPart):
         self._ends.clear()
 
     def _release_all(self) -> None:
-        for block_ids in self._held.values():
+        for block_ids in self._blocks_of.values():
             self.kv.pool.release(block_ids)
-        self._held.clear()
+        self._blocks_of.clear()
 
     # ------------------------------------------------------------ looking in
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._blocks_of)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -365,7 +365,7 @@ class KVTransfer(SchedulerPart):
     @property
     def held(self) -> Iterator[int]:
         """Held block ids, one entry per reference."""
-        return chain(chain.from_iterable(self._held.values()), self._saves.held)
+        return chain(chain.from_iterable(self._blocks_of.values()), self._saves.held)
 
     def awaited(self) -> list[Request]:
         """Return the requests of loads."""

@@ -147,10 +147,10 @@ class DecodeRows:
 
     def count_tokens(self, requests: Iterable[Request] | None = None) -> None:
         """Update counters of some decoding requests; None: of all."""
-        counted, given = self._counted, self._num_given
+        counted, num_given = self._counted, self._num_given
         for request in counted if requests is None else requests:
-            if missing := given - counted[request]:
-                counted[request] = given
+            if missing := num_given - counted[request]:
+                counted[request] = num_given
                 request.num_computed_tokens += missing
                 request.num_tokens += missing
 
@@ -169,8 +169,8 @@ class DecodeRows:
 
     def settle(self, rows: Iterable[Request]) -> None:
         """Drop the decoding requests without a token in this plan. rows: those with one."""
-        given = set(rows)
-        for request in [each for each in self._places if each not in given]:
+        rows_with_tokens = set(rows)
+        for request in [each for each in self._places if each not in rows_with_tokens]:
             self._stop(request)
 
     # ------------------------------------------------------------ looking in

@@ -13,7 +13,7 @@ import torch
 from ...adapters.file import AdapterFile
 from ...config import EngineConfig
 from ...errors import ConfigError
-from ...parts.adapters import AdapterInfo
+from ...parts.adapters import MAX_LOADS, AdapterInfo
 from ...protocols.adapters import AdapterFormat
 from ...registry import Plugins
 from ...step import ReadAdapter
@@ -22,8 +22,6 @@ from .pool import AdapterPool, RankRows
 from .sites import PARAM, Sites
 
 KIND = "adapter_format"
-NUM_THREADS = 4
-"""That read adapters: hashing, checking and packing one takes longer than to read it."""
 
 
 @dataclass
@@ -48,7 +46,7 @@ class HostAdapters:
         self._pinned = pinned
         # One of torch's each: more would wait busily between small copies.
         self._threads = ThreadPoolExecutor(
-            min(NUM_THREADS, os.cpu_count() or 1),
+            min(MAX_LOADS, os.cpu_count() or 1),
             thread_name_prefix="jackfield-adapters",
             initializer=torch.set_num_threads,
             initargs=(1,),
@@ -130,13 +128,13 @@ class HostAdapters:
             raise ConfigError(
                 f"r: the adapter has a rank of {file.rank}, and max_lora_rank is {most}", param="r"
             )
-        wanted = self._config.lora_target_modules
+        targets = self._config.lora_target_modules
         names = [each.name for each in file.low_rank]
         names += [each.name for each in file.experts]
         names += [each.name for each in file.token_rows]
         if not (names or file.replaced):
             raise ConfigError(f"{PARAM}: the adapter changes nothing", param=PARAM)
-        others = [name for name in names if wanted and name.rpartition(".")[2] not in wanted]
+        others = [name for name in names if targets and name.rpartition(".")[2] not in targets]
         if others:
             raise ConfigError(
                 f"lora_target_modules: the adapter changes {others[0]}, which is not among them",

@@ -24,8 +24,8 @@ def sharding_of(layer: Any) -> Sharding | None:
     """Return what this rank has of a layer's weight; None: all."""
     if isinstance(layer, QuantizedLinear):
         return layer.sharding
-    found: Sharding | None = getattr(layer, "shardings", {}).get("weight")
-    return found
+    sharding: Sharding | None = getattr(layer, "shardings", {}).get("weight")
+    return sharding
 
 
 def out_features(layer: Any) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...nn.adapters import Site
+from ...nn.adapter_sites import Site
 from ...nn.step_operations.adapters import SiteWeights
 from ...parts.adapters import RANK_UNIT, num_units
 from ..kv_cache.memory import zeros

@@ -19,7 +19,8 @@ from ...adapters.file import (
 )
 from ...errors import ConfigError, LoadError, listed
 from ...loading.weight_map import StackedExperts, WeightMap
-from ...nn.adapters import HEAD, AdapterState, Site, adapt
+from ...nn.adapter_sites import AdapterState, Site
+from ...nn.adapters import HEAD, adapt
 from ...nn.attention import Attention
 from ...nn.embedding import Embedding
 from ...nn.experts import ExpertLinear, Router
@@ -116,9 +117,9 @@ class Sites:
                 pieces = list(names.pieces(own, tensor))
             except LoadError as error:
                 raise ConfigError(f"{PARAM}: {error.message}", param=PARAM) from error
-            found = [(*self._place(parameter), shard, piece) for parameter, shard, piece in pieces]
-            if all(here for here, *_ in found):
-                return [(module, *rest) for _, module, *rest in found if module]  # type: ignore
+            places = [(*self._place(parameter), shard, piece) for parameter, shard, piece in pieces]
+            if all(here for here, *_ in places):
+                return [(module, *rest) for _, module, *rest in places if module]  # type: ignore[misc]
         raise self._not_here(name)
 
     def _place(self, parameter: str) -> tuple[bool, str]:

@@ -251,7 +251,7 @@ class DecodeInputs:
             count, _, writes = self._numbers.array[2 * rows :].tensor_split((1, 4))
             writes = writes[: 2 * self._most_writes].view(-1, 2)
             self._operations.scatter(table.storage, writes, count)
-        made = self._operations.decode_inputs(
+        inputs = self._operations.decode_inputs(
             self._numbers.array[: 2 * rows].view(2, rows),
             table.lengths,
             table.token_history,
@@ -262,23 +262,23 @@ class DecodeInputs:
         )
         # Torch reads these, and those of `made` are undefined while kernels are only compiled.
         words = self._numbers.array[:rows]
-        slots = made.slots
+        slots = inputs.slots
         if batch.max_source_tokens:
             slots = torch.where(words < 0, -1 - words, words)
         return StepInputs(
-            input_ids=made.input_ids,
-            positions=made.positions,
-            slots=made.slots,
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
+            slots=inputs.slots,
             layouts=batch.layouts(
-                made,
+                inputs,
                 self._query_start[: rows + 1],
                 self._query_start_cpu[: rows + 1],
                 np.full(rows, batch.max_model_len, dtype=np.int32),
-                slots=made.slots,
+                slots=inputs.slots,
             ),
             source=batch.source_layout(slots, self._query_start, batch.source_bounds(rows)),
             logit_tokens=self._query_start[:rows],
-            sample_slots=made.slots,
-            sample_lengths=made.lengths,
+            sample_slots=inputs.slots,
+            sample_lengths=inputs.lengths,
             logit_rows=[],
         )

@@ -58,7 +58,7 @@ class PassGraphs:
         int32, and states of the step's tokens → the rows' tokens; `propose`: their drafts;
         `widths`: tokens of each row, where all have as many.
         """
-        self._observe, self._known, self._propose = observe, known, propose
+        self._observe, self._known_tokens, self._propose = observe, known, propose
         self._batch, self._record = batch, record
         max_rows = batch.num_slots
         alike = () if observe is None else sorted(set(widths), reverse=True)
@@ -130,7 +130,7 @@ class PassGraphs:
     ) -> RowDrafts:
         self._send(slots, starts, rows)
         if observed is not None and self._states is not None:
-            own = self._known(*self._rows(rows), observed).states
+            own = self._known_tokens(*self._rows(rows), observed).states
             assert own is not None, "states of the step's tokens are given"
             self._states[:rows].copy_(own)
         self._replays[rows, width]()
@@ -184,7 +184,7 @@ class PassGraphs:
             return
         if width != ANY and self._observe is not None:
             observed = self._observe(slots, width)
-        tokens = self._known(slots, starts, observed)
+        tokens = self._known_tokens(slots, starts, observed)
         if observed is not None and self._states is None:
             self._states = observed.new_zeros(self._batch.num_slots, observed.shape[1])
         if width == ANY and self._states is not None:

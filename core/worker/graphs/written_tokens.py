@@ -26,9 +26,9 @@ class TokenPlace(NamedTuple):
         """Return the finished run's tokens, [max_rows] int32, valid for PLACES runs. Raises
         RuntimeError if overwritten.
         """
-        if (found := int(self.numbers[0])) != self.run:
+        if (last_run := int(self.numbers[0])) != self.run:
             raise RuntimeError(
-                f"tokens of run {self.run} are sought where run {found} wrote; --enforce-eager "
+                f"tokens of run {self.run} are sought where run {last_run} wrote; --enforce-eager "
                 "goes without recorded steps, whose tokens these are"
             )
         return self.numbers[1:]

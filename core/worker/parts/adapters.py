@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...nn.adapters import (
+from ...nn.adapter_sites import (
     ActiveAdapters,
     LayerChange,
     LowRankChange,

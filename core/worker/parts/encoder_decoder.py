@@ -122,8 +122,8 @@ class EncoderDecoder(WorkerPart):
 
     def _features(self, items: Sequence[EncodeItem], shape: FeatureShape) -> torch.Tensor:
         """Return features on the device: [sources, channels, frames] float32"""
-        given = (item.source.features for item in items)
-        data = bytearray(b"".join(each.data for each in given if each is not None))
+        features_of_items = (item.source.features for item in items)
+        data = bytearray(b"".join(each.data for each in features_of_items if each is not None))
         features = torch.frombuffer(data, dtype=torch.float32)
         features = features.view(len(items), shape.channels, shape.frames)
         return features.to(self._batch.device, non_blocking=True)

@@ -149,9 +149,9 @@ class PipelineStage(WorkerPart):
         table = self._table
         slots = self._sent(self._sampling_rows(plan)[0])
         order = torch.arange(1 + self._num_drafts, device=self._device)
-        known = table.token_history[slots[:, None], table.lengths[slots][:, None] + order]
-        accepted = torch.zeros_like(known[:, 0]) if verdicts is None else verdicts[:, 0].int()
-        sent = torch.cat((accepted[:, None], known), dim=1)
+        newest = table.token_history[slots[:, None], table.lengths[slots][:, None] + order]
+        accepted = torch.zeros_like(newest[:, 0]) if verdicts is None else verdicts[:, 0].int()
+        sent = torch.cat((accepted[:, None], newest), dim=1)
         for stage in range(self.pipeline.stage):
             self.pipeline.send_tokens(sent, stage)
 

@@ -100,7 +100,7 @@ class States(WorkerPart):
         self._operations: list[NotingOperations] = []
         if num_drafts:
             for layer in layers:
-                noting = layer.operations = NotingOperations(layer.operations)  # type: ignore
+                noting = layer.operations = NotingOperations(layer.operations)  # type: ignore[assignment]
                 self._operations.append(noting)
         self._drafted: dict[int, tuple[DraftedStates, torch.Tensor]] = {}
         """Step whose drafts are not verified → its rows with drafts; their places among the

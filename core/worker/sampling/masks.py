@@ -246,19 +246,19 @@ class GrammarMasks(PerSlot):
             self._apart = time.perf_counter() - start > self._mask_timeout
             return
         self._apart = False
-        todo = iter(list(zip(constraints, bits, strict=True)))  # Shared by the threads.
+        pending = iter(list(zip(constraints, bits, strict=True)))  # Shared by the threads.
         helpers = 0
         if self._last_seconds > SHARED_SECONDS:
             helpers = min(self._threads, len(constraints) // 2)
         if helpers:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._threads, "jackfield-masks")
-            shares = [self._pool.submit(_fill, todo) for _ in range(helpers)]
-            _fill(todo)
+            shares = [self._pool.submit(_fill, pending) for _ in range(helpers)]
+            _fill(pending)
             for share in shares:
                 share.result()
         else:
-            _fill(todo)
+            _fill(pending)
         self._last_seconds = (time.perf_counter() - start) * (1 + helpers)
 
     def _sent(self, host: torch.Tensor, rows: list[int], num_rows: int) -> TokenMask:

@@ -110,7 +110,7 @@ class SamplingState:
         self._bias = _RowTable(vocab_size, (torch.float32,), device, max_num_seqs)
         self._version = 0
         self._planned: tuple[int, list[int], StepStages] | None = None
-        self._asked: tuple[int, list[int], Flag] | None = None
+        self._last_flags: tuple[int, list[int], Flag] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -217,12 +217,12 @@ class SamplingState:
 
     def asked(self, rows_host: list[int]) -> Flag:
         """Return these slots' flags combined."""
-        if self._asked is not None:
-            version, rows, flags = self._asked
+        if self._last_flags is not None:
+            version, rows, flags = self._last_flags
             if version == self._version and rows == rows_host:
                 return flags
         flags = Flag(int(np.bitwise_or.reduce(self._flags[rows_host]))) if rows_host else Flag(0)
-        self._asked = (self._version, list(rows_host), flags)
+        self._last_flags = (self._version, list(rows_host), flags)
         return flags
 
     def depends_on_output(self, slot: int) -> bool:

@@ -38,8 +38,8 @@ class CacheRoom:
         """
         if self._config.num_gpu_blocks_override is not None:
             return demand.max_model_len
-        if (given := self._given(state_bytes)) is not None:
-            most = given
+        if (stated := self._given(state_bytes)) is not None:
+            most = stated
         else:
             total = torch.cuda.mem_get_info(self._device)[1]
             most = int(total * self._config.gpu_memory_utilization) - self._allocated
@@ -69,8 +69,8 @@ class CacheRoom:
         return None if space is None else max(0, space - state_bytes)
 
     def _available(self, warmup: Warmup, state_bytes: int) -> int:
-        if (given := self._given(state_bytes)) is not None:
-            return given
+        if (stated := self._given(state_bytes)) is not None:
+            return stated
         if self._config.num_gpu_blocks_override is not None:
             return 0
         resting = torch.cuda.memory_allocated(self._device)

@@ -125,23 +125,23 @@ def known_choices(path: Path) -> dict[str, Any]:
         path.parent.mkdir(parents=True, exist_ok=True)
         for kernel in KERNELS if path.exists() else ():
             read(path, kernel)
-        known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        if not isinstance(known.get("measured", {}), dict):
+        records: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        if not isinstance(records.get("measured", {}), dict):
             raise ValueError(f"{path} is damaged: measured is no object")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--output: {error}; give another file") from error
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"--output: {path} cannot be written; give another file")
-    return known
+    return records
 
 
-def others(entries: list[dict[str, Any]], known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def others(entries: list[dict[str, Any]], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the entries of products that `known` lacks."""
 
     def product(entry: dict[str, Any]) -> tuple[int, int, bool]:
         return entry["outputs"], entry["inputs"], entry["gated"]
 
-    taken = set(map(product, known))
+    taken = set(map(product, records))
     return [entry for entry in entries if product(entry) not in taken]
 
 
@@ -161,7 +161,7 @@ def gemv_entries(
     model: str,
     part: str,
     tuned: tuple[dict[Product, tune_gemv.Choice], float, float],
-    known: list[dict[str, Any]],
+    records: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """Return entries for products that no earlier model has. part: "layer" or "vocabulary"; tuned:
     result of `tune`.
@@ -178,7 +178,7 @@ def gemv_entries(
         }
         for (outputs, inputs, gated), choice in chosen.items()
     ]  # fmt: skip
-    return others(entries, known)
+    return others(entries, records)
 
 
 def products(model: str) -> list[tuple[int, int, bool]]:

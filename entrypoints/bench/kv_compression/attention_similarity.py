@@ -64,11 +64,11 @@ class Sums(SchedulerPart):
         self._num_tokens = 0
 
     def begin_result(self, plan: StepPlan, result: StepResult) -> None:
-        found: Similarities | None = result.parts.get(NAME)
-        if found is not None:
-            before = self._sums or [0.0] * len(found.sums)
-            self._sums = [a + b for a, b in zip(before, found.sums, strict=True)]
-            self._num_tokens += found.num_tokens
+        similarities: Similarities | None = result.parts.get(NAME)
+        if similarities is not None:
+            before = self._sums or [0.0] * len(similarities.sums)
+            self._sums = [a + b for a, b in zip(before, similarities.sums, strict=True)]
+            self._num_tokens += similarities.num_tokens
 
     @property
     def counts(self) -> dict[str, Any]:

@@ -119,8 +119,8 @@ async def scored(
     """Score what follows the context. ratio: None keeps all, as a reference for later ones."""
     end = sizes.context + sizes.scored
     output = await ask(engine, tokens[:end], ratio, REFERENCE if ratio is None else COMPARED)
-    found = list(positions(output, sizes.context))
-    return Scores(sum(each.logprob for each in found), len(found))
+    logprobs = list(positions(output, sizes.context))
+    return Scores(sum(each.logprob for each in logprobs), len(logprobs))
 
 
 async def copied(
@@ -131,8 +131,8 @@ async def copied(
     passage = tokens[first : first + CUE + COPIED]
     prompt = tokens[: sizes.context] + passage
     output = await ask(engine, prompt, None if policy == WHOLE else ratio, None)
-    found = list(positions(output, sizes.context + CUE))
-    return Scores(0.0, 0, sum(each.rank == 1 for each in found), len(found))
+    logprobs = list(positions(output, sizes.context + CUE))
+    return Scores(0.0, 0, sum(each.rank == 1 for each in logprobs), len(logprobs))
 
 
 async def ask(
@@ -140,14 +140,14 @@ async def ask(
 ) -> RequestOutput:
     """Return the output of a prompt whose log-probabilities are wanted."""
     config = engine.config
-    asked: Any = None
+    compression: Any = None
     if config.compresses_kv:
         has_levels = config.kv_compression_levels is not None
-        asked = "off" if ratio is None else None if has_levels else {"ratio": ratio}
+        compression = "off" if ratio is None else None if has_levels else {"ratio": ratio}
     params = SamplingParams(
         temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, prompt_logprobs=0,
         output_kind=OutputKind.FINAL_ONLY,
-        kv_compression=asked,
+        kv_compression=compression,
         extra_args=None if role is None else {NAME: role},
     )  # fmt: skip
     outputs = [output async for output in engine.generate(tokens, params)]
@@ -160,9 +160,9 @@ def positions(output: RequestOutput, first: int) -> Any:
     """Yield what the model says of each prompt token from `first` on."""
     assert output.prompt_logprobs is not None
     pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
-    for token, found in list(pairs)[first:]:
-        assert found is not None
-        yield found[token]
+    for token, token_logprobs in list(pairs)[first:]:
+        assert token_logprobs is not None
+        yield token_logprobs[token]
 
 
 def add(total: Scores, other: Scores) -> None:

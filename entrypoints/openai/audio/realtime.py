@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import json
 import logging
 import math
@@ -24,14 +25,12 @@ from ....core.errors import EngineOverloaded, Forbidden, InvalidRequest, Jackfie
 from ...http.auth.origin import Origin
 from ...http.auth.tenants import tenant_of
 from ...http.auth.usage import USAGE
-from ...http.context import ENGINE, OPTIONS, tokenizer_of
+from ...http.context import ENGINE, OPTIONS
 from ...http.cross_origin.cross_site import same_site
 from ...http.model_names import find_adapter
 from ...http.routing import add_routes, route
 from ..common.openapi import internal
-from .request import language_of, speech_of
-from .routes import EngineDecoder
-from .transcriber import Task, Transcriber
+from .speech import SpeechOptions, speech_of
 
 logger = logging.getLogger("jackfield.server")
 RATE = 24_000
@@ -39,6 +38,8 @@ RATE = 24_000
 LOWEST_RATE, HIGHEST_RATE = 8_000, 48_000
 MAX_MESSAGE = 4 << 20
 """Most bytes of an event."""
+MAX_PROMPT = 1 << 14
+"""Characters of the text that comes before."""
 MAX_SECONDS = 300
 """Of what was sent and not yet written down."""
 MAX_ITEMS = 16
@@ -58,6 +59,10 @@ class Settings(NamedTuple):
     rate: int = RATE
     language: str | None = None
     prompt: str = ""
+
+    @property
+    def options(self) -> SpeechOptions:
+        return SpeechOptions(self.language, prompt=self.prompt)
 
 
 class Item(NamedTuple):
@@ -95,14 +100,15 @@ async def realtime(request: web.Request) -> web.WebSocketResponse:
             "--allowed-origins"
         )
     speech_of(app[ENGINE])
-    sessions = app[SESSIONS]
-    if len(sessions) >= MAX_SESSIONS:
-        raise EngineOverloaded(f"this server has {MAX_SESSIONS} realtime sessions; try later")
     socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE, heartbeat=HEARTBEAT_SECONDS)
     if not socket.can_prepare(request).ok:
         raise InvalidRequest("/v1/realtime: speaks WebSocket; connect with a client of that")
     session = Session(request, socket)
     await session.choose_model(request.query.get("model"))
+    sessions = app[SESSIONS]
+    # Nothing is awaited between the count and what it counts.
+    if len(sessions) >= MAX_SESSIONS:
+        raise EngineOverloaded(f"this server has {MAX_SESSIONS} realtime sessions; try later")
     sessions.add(socket)
     try:
         await socket.prepare(request)
@@ -201,10 +207,8 @@ class Session:
         audio = _object(_object(given, "audio"), "input")
         words = _object(audio, "transcription") or _object(given, "input_audio_transcription")
         model = words.get("model", event.get("model"))
-        if model is not None:
-            if not isinstance(model, str):
-                raise InvalidRequest(f"model: must be a name, got {shown(model)}", param="model")
-            await self.choose_model(model)
+        if model is not None and not isinstance(model, str):
+            raise InvalidRequest(f"model: must be a name, got {shown(model)}", param="model")
         turns = audio.get("turn_detection", given.get("turn_detection"))
         if turns is not None:
             raise InvalidRequest(
@@ -213,17 +217,22 @@ class Session:
             )
         settings = self._settings._replace(rate=self._rate(audio, given))
         if "language" in words:
-            _, tokens = speech_of(self._engine)
             language = words["language"]
             if language is not None and not isinstance(language, str):
                 raise InvalidRequest("language: must be a text", param="language")
-            settings = settings._replace(language=language_of(tokens, language or None))
+            settings = settings._replace(language=language or None)
         if "prompt" in words:
-            if not isinstance(words["prompt"], str) or len(words["prompt"]) > 1 << 14:
-                raise InvalidRequest("prompt: must be a short text", param="prompt")
-            settings = settings._replace(prompt=words["prompt"])
+            prompt = words["prompt"]
+            if not isinstance(prompt, str) or len(prompt) > MAX_PROMPT or not _is_unicode(prompt):
+                raise InvalidRequest(
+                    f"prompt: must be a text of at most {MAX_PROMPT} characters", param="prompt"
+                )
+            settings = settings._replace(prompt=prompt)
+        speech_of(self._engine).check(settings.options)
         if settings.rate != self._settings.rate and self._pcm:
             raise InvalidRequest("rate: commit or clear the buffer first", param="rate")
+        if model is not None:
+            await self.choose_model(model)
         self._settings = settings
         await self._send(f"{event['type']}d", session=self._described())
 
@@ -310,31 +319,18 @@ class Session:
                 self._waiting_seconds -= item.seconds
 
     async def _transcribe(self, item: Item) -> None:
-        engine, settings = self._engine, item.settings
-        audio, tokens = speech_of(engine)
-        samples = await asyncio.to_thread(_samples, item, audio.sampling_rate)
-        before: list[int] = []
-        if text := settings.prompt.strip():
-            tokenizer = tokenizer_of(engine)
-            before = tokenizer.encode(f" {text}", add_special_tokens=False, allow_special=False)
-        task = Task(
-            tokens=tokens, language=settings.language, prompt_token_ids=tuple(before), times=False
-        )
+        speech = speech_of(self._engine)
+        samples = await asyncio.to_thread(_samples, item, speech.sampling_rate)
         origin = Origin(self._tenant, None, self._app[OPTIONS].share_prefix_cache, self._adapter)
-        transcriber = Transcriber(
-            Samples(samples, audio.sampling_rate), EngineDecoder(engine, audio, tokens, origin),
-            task, audio.max_samples, engine.model_config.max_model_len,
-        )  # fmt: skip
+        recording = Samples(samples, speech.sampling_rate)
+        transcription = speech.transcription(recording, item.settings.options, origin)
         said = ""
-        async for segments in transcriber.segments():
-            delta = "".join(segment.text for segment in segments)
-            delta = delta if said else delta.lstrip()
-            if not delta:
-                continue
-            said += delta
-            await self._send(
-                f"{_TRANSCRIPTION}.delta", item_id=item.id, content_index=0, delta=delta
-            )
+        async with contextlib.aclosing(transcription.deltas()) as deltas:
+            async for delta in deltas:
+                said += delta
+                await self._send(
+                    f"{_TRANSCRIPTION}.delta", item_id=item.id, content_index=0, delta=delta
+                )
         await self._send(
             f"{_TRANSCRIPTION}.completed", item_id=item.id, content_index=0,
             transcript=said.strip(),
@@ -367,7 +363,8 @@ class Session:
 
     async def _send(self, kind: str, **fields: Any) -> None:
         event = {"type": kind, "event_id": _id("event"), **fields}
-        await self._socket.send_str(json.dumps(event, ensure_ascii=False))
+        # In ASCII, as what a client has sent, and an error tells, may have half of a character.
+        await self._socket.send_str(json.dumps(event))
 
 
 _TRANSCRIPTION = "conversation.item.input_audio_transcription"
@@ -377,6 +374,11 @@ def _described(message: str, param: str | None) -> dict[str, Any]:
     return {
         "type": "invalid_request_error", "code": None, "message": message, "param": param
     }  # fmt: skip
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text has no halves of characters, which JSON can write."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _object(value: dict[str, Any], name: str) -> dict[str, Any]:

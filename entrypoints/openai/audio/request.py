@@ -8,9 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from aiohttp import web
 
-from ....core.engine.async_engine import AsyncEngine
-from ....core.errors import BodyTooLarge, InvalidRequest, NotFound
-from ....core.protocols.audio import AudioSource, SpeechTokens
+from ....core.errors import BodyTooLarge, InvalidRequest
 from ....core.sampling_params import SamplingParams
 from ....core.tenancy import ReceivedRequest
 from ...http.auth.origin import Origin
@@ -20,7 +18,6 @@ from ...http.forms import FormReader
 from ...http.model_names import find_adapter
 from ..common.protocol import convert
 from ..common.request_body import Call
-from .transcriber import TEMPERATURES
 
 MAX_FIELD = 1 << 14
 """Most bytes of a form field other than the file."""
@@ -58,10 +55,6 @@ class TranslationForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-
-    @property
-    def temperatures(self) -> tuple[float, ...]:
-        return TEMPERATURES if self.temperature == 0.0 else (self.temperature,)
 
     def check(self) -> None:
         """Raise InvalidRequest for what does not go together."""
@@ -161,29 +154,3 @@ def _typed(name: str, text: str) -> Any:
         except ValueError:
             return text
     return text
-
-
-def speech_of(engine: AsyncEngine) -> tuple[AudioSource, SpeechTokens]:
-    """Return what the model reads and writes. Raises NotFound if it does not write speech down."""
-    source = engine.model_config.source
-    audio = None if source is None else source.audio
-    if audio is None or audio.speech is None:
-        raise NotFound(
-            f"model: {engine.served_model_names[0]} does not write speech down; serve a model "
-            "that does, such as Whisper"
-        )
-    return audio, audio.speech
-
-
-def language_of(tokens: SpeechTokens, language: str | None) -> str | None:
-    """Return the language's name among the model's. Raises InvalidRequest."""
-    if language is None or language in tokens.languages:
-        return language
-    if not tokens.languages:
-        if language == "en":
-            return None
-        raise InvalidRequest("language: this model knows English alone", param="language")
-    names = ", ".join(sorted(tokens.languages))
-    raise InvalidRequest(
-        f"language: must be one of {names}, got {language[:40]!r}", param="language"
-    )

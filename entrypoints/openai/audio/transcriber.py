@@ -9,9 +9,10 @@ Whisper's published code (arXiv 2212.04356, section 4.5).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -131,7 +132,18 @@ class Transcriber:
         """Return the length of what was read so far: of all, once the segments have ended."""
         return self._file.num_samples / self._rate
 
-    async def segments(self) -> AsyncIterator[list[Segment]]:
+    async def deltas(self) -> AsyncGenerator[str]:
+        """Yield the text of each window."""
+        begun = False
+        async with contextlib.aclosing(self.segments()) as windows:
+            async for segments in windows:
+                delta = "".join(segment.text for segment in segments)
+                delta = delta if begun else delta.lstrip()
+                if delta:
+                    begun = True
+                    yield delta
+
+    async def segments(self) -> AsyncGenerator[list[Segment]]:
         """Yield the segments of each window. Raises InvalidRequest for a damaged file."""
         seek, first = 0, True
         while True:
@@ -189,6 +201,7 @@ class Transcriber:
             self._task.params, temperature=temperature,
             max_tokens=min(most, self._max_tokens - len(prompt)),
             min_tokens=1, logprobs=0, stop_token_ids=(tokens.end,),
+            extra_args=dict(tokens.extra_args) if times else None,
         )  # fmt: skip
         heard = await self._decoder.write(window, prompt, params)
         text = self._decoder.text([token for token in heard.token_ids if token < tokens.end])

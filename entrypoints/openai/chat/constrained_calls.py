@@ -123,8 +123,8 @@ def _voluntary_calls(
     Raises InvalidRequest if a tool is strict and `parser` has no form for it.
     """
     functions = _functions(tools)
-    wanted = [name for name, function in functions.items() if function.get("strict")]
-    strict = [name for name in functions if name in wanted or name in tools.schemas]
+    strict_names = [name for name, function in functions.items() if function.get("strict")]
+    strict = [name for name in functions if name in strict_names or name in tools.schemas]
     schema = _schema_of(format)
     if format is not None and schema is None:
         return None
@@ -147,7 +147,7 @@ def _voluntary_calls(
     except ValueError as error:
         if schema is not None:
             return None
-        if not wanted:
+        if not strict_names:
             logger.warning("tools: the format of custom tools is not enforced: %s", error)
             return None
         raise InvalidRequest(

@@ -163,8 +163,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
         if self.return_tokens_as_token_ids is None:
             self.return_tokens_as_token_ids = options.tokens_as_token_ids
         if self.stream and options.force_include_usage:
-            given = self.stream_options or StreamOptions()
-            self.stream_options = msgspec.structs.replace(given, include_usage=True)
+            settings = self.stream_options or StreamOptions()
+            self.stream_options = msgspec.structs.replace(settings, include_usage=True)
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -281,14 +281,14 @@ class CompletionRequest(SamplingRequest, kw_only=True):
         for name in ("echo", "prompt_logprobs", "truncate_prompt_tokens", "use_beam_search"):
             if embeds and getattr(self, name) not in (None, False):
                 raise InvalidRequest(f"{name}: not together with prompt_embeds", param=name)
-        given: list[str | list[int] | EmbedsPrompt] = [{"prompt_embeds": one} for one in embeds]
-        if len(given) > MAX_PROMPTS:
+        prompts: list[str | list[int] | EmbedsPrompt] = [{"prompt_embeds": one} for one in embeds]
+        if len(prompts) > MAX_PROMPTS:
             raise InvalidRequest(
                 f"prompt_embeds: at most {MAX_PROMPTS} at once", param="prompt_embeds"
             )
-        if given and self.prompt in (None, "", []):
-            return given
-        return given + self._prompts_of_tokens()
+        if prompts and self.prompt in (None, "", []):
+            return prompts
+        return prompts + self._prompts_of_tokens()
 
     def _prompts_of_tokens(self) -> list[Any]:
         prompt = self.prompt
@@ -370,8 +370,8 @@ class ChatRequest(SamplingRequest, kw_only=True):
         content = None if self.prediction is None else self.prediction.get("content")
         if isinstance(content, list):
             texts = [_text_of(part) for part in content]
-            known = [text for text in texts if text is not None]
-            content = "".join(known) if len(known) == len(texts) else None
+            known_texts = [text for text in texts if text is not None]
+            content = "".join(known_texts) if len(known_texts) == len(texts) else None
         return content if isinstance(content, str) else None
 
     @property

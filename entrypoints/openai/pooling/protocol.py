@@ -128,8 +128,8 @@ class PairFields(PoolingFields, kw_only=True):
 
     def template_kwargs(self) -> dict[str, Any]:
         """Return the arguments of the chat template that joins the texts."""
-        given = {} if self.instruction is None else {"instruction": self.instruction}
-        return {**(self.chat_template_kwargs or {}), **given}
+        instructions = {} if self.instruction is None else {"instruction": self.instruction}
+        return {**(self.chat_template_kwargs or {}), **instructions}
 
     def limits(self) -> tuple[int | None, int | None]:
         """Return the token limits of a query and of a document. Raises InvalidRequest."""
@@ -158,19 +158,20 @@ class ScoreRequest(PairFields, kw_only=True):
 
     def names(self) -> tuple[str, str]:
         """Return the names of both texts. Raises InvalidRequest for missing or duplicate ones."""
-        found: list[str] = []
+        fields: list[str] = []
         for names in self.NAMES:
-            given = [name for name in names if getattr(self, name) is not None]
-            if len(given) > 1:
+            set_names = [name for name in names if getattr(self, name) is not None]
+            if len(set_names) > 1:
+                first, second, *_ = set_names
                 raise InvalidRequest(
-                    f"{given[1]}: means the same as {given[0]}; give one of them", param=given[1]
+                    f"{second}: means the same as {first}; give one of them", param=second
                 )
-            if not given:
-                other = found[0] if found else "text_2"
+            if not set_names:
+                other = fields[0] if fields else "text_2"
                 name = {"queries": "documents", "data_1": "data_2"}.get(other, names[0])
                 raise InvalidRequest(f"{name}: is missing", param=name)
-            found += given
-        return found[0], found[1]
+            fields += set_names
+        return fields[0], fields[1]
 
     def pairs(self) -> list[tuple[str, str]]:
         names = self.names()

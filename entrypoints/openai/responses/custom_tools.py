@@ -80,14 +80,14 @@ class InputReader:
         """The arguments until the input begins."""
         self._start = ""
         """Their first characters."""
-        self._begun = self._ended = False
+        self._has_begun = self._ended = False
         """Whether the input has begun, and its closing quote was read."""
         self._rest = ""
         """Beginning of an escape."""
 
     def feed(self, fragment: str) -> str:
         """Return the input text that a fragment adds."""
-        if self._begun:
+        if self._has_begun:
             return self._unescaped(fragment)
         self._arguments.append(fragment)
         if len(self._start) >= _LONGEST_BEGIN:  # Other arguments: read at the end, as a whole.
@@ -96,7 +96,7 @@ class InputReader:
         match = _BEGIN.match(self._start)
         if match is None:
             return ""
-        self._begun, self._arguments = True, []
+        self._has_begun, self._arguments = True, []
         return self._unescaped(self._start[match.end() :])
 
     def finish(self, *, complete: bool) -> str:
@@ -104,7 +104,7 @@ class InputReader:
         object.
         """
         arguments, self._arguments = "".join(self._arguments), []
-        return _input_of(arguments) if complete and not self._begun else ""
+        return _input_of(arguments) if complete and not self._has_begun else ""
 
     def _unescaped(self, fragment: str) -> str:
         if self._ended:

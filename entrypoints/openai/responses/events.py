@@ -140,9 +140,9 @@ class OutputItems:
         names: Item = {"name": tool.name}
         if tool.namespace is not None:
             names["namespace"] = tool.namespace
-        if (known := CLIENT_TOOLS.get(tool.kind)) is not None:
-            item = _Open(0, {"type": known.call, **known.fields({}), "call_id": id})
-            item.read = lambda arguments: known.fields(json_object(arguments))
+        if (client_tool := CLIENT_TOOLS.get(tool.kind)) is not None:
+            item = _Open(0, {"type": client_tool.call, **client_tool.fields({}), "call_id": id})
+            item.read = lambda arguments: client_tool.fields(json_object(arguments))
         elif tool.kind == "custom":
             item = _Open(0, {"type": "custom_tool_call", **names, "input": "", "call_id": id})
             item.field, item.input = "input", InputReader()

@@ -92,13 +92,14 @@ def _message(item: Item, path: str) -> Item:
         )
     content = item.get("content")
     if isinstance(content, str):
-        given = [{"text": content}]
+        content_parts = [{"text": content}]
     else:
-        given = parts_of(content, f"{path}.content", media=role == "user")
+        content_parts = parts_of(content, f"{path}.content", media=role == "user")
     part: Item = {"type": "output_text" if role == "assistant" else "input_text"}
     extra: Item = {"annotations": [], "logprobs": []} if role == "assistant" else {}
     parts = [
-        each if isinstance(each, MediaContent) else {**part, **each, **extra} for each in given
+        each if isinstance(each, MediaContent) else {**part, **each, **extra}
+        for each in content_parts
     ]
     return _identified(item, "message", role=role, content=parts)
 

@@ -84,12 +84,12 @@ def parts_of(parts: Any, path: str, *, media: bool) -> list[Item]:
     """Return content parts, {"text": text} or media. Raises InvalidRequest with the part's path."""
     if not isinstance(parts, list):
         raise InvalidRequest(f"{path}: must be a text or a list of parts", param=path)
-    found: list[Item] = []
+    items: list[Item] = []
     for index, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
         if media and isinstance(kind, str) and kind in MEDIA:
             read = _picture if kind == "input_image" else _recording
-            found.append(read(part, f"{path}[{index}]"))
+            items.append(read(part, f"{path}[{index}]"))
             continue
         text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_PARTS else None
         if not isinstance(text, str):
@@ -98,8 +98,8 @@ def parts_of(parts: Any, path: str, *, media: bool) -> list[Item]:
                 "are not supported here",
                 param=f"{path}[{index}]",
             )
-        found.append({"text": text})
-    return found
+        items.append({"text": text})
+    return items
 
 
 def _picture(part: Item, path: str) -> MediaContent:
@@ -113,13 +113,13 @@ def _picture(part: Item, path: str) -> MediaContent:
 
 
 def _recording(part: Item, path: str) -> MediaContent:
-    given, where = part.get("input_audio"), f"{path}.input_audio"
-    if not isinstance(given, dict):
+    audio, where = part.get("input_audio"), f"{path}.input_audio"
+    if not isinstance(audio, dict):
         raise InvalidRequest(
-            f'{where}: must be {{"data": base64, "format": "wav"}}, got {shown(given)}', param=where
+            f'{where}: must be {{"data": base64, "format": "wav"}}, got {shown(audio)}', param=where
         )
-    data = text_field(given, "data", where)
-    sound = {"data": data, "format": given.get("format")}
+    data = text_field(audio, "data", where)
+    sound = {"data": data, "format": audio.get("format")}
     return MediaContent(f"{where}.data", type="input_audio", input_audio=sound)
 
 
@@ -320,12 +320,12 @@ def check_item(item: Item, path: str) -> Kind:
     Raises InvalidRequest with the faulty path.
     """
     kind = item.get("type")
-    found = KINDS.get(kind) if isinstance(kind, str) else None
-    if found is None:
+    item_kind = KINDS.get(kind) if isinstance(kind, str) else None
+    if item_kind is None:
         why = REFUSED.get(kind, "") if isinstance(kind, str) else ""
         raise InvalidRequest(
             f"{path}.type: {shown(kind)} items are not supported{why and f': {why}'}",
             param=f"{path}.type",
         )
-    found.check(item, path)
-    return found
+    item_kind.check(item, path)
+    return item_kind

@@ -138,9 +138,10 @@ def _function(tool: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _client_function(tool: dict[str, Any], path: str) -> dict[str, Any]:
-    known = CLIENT_TOOLS[tool["type"]]
+    client_tool = CLIENT_TOOLS[tool["type"]]
     own = _function({k: v for k, v in tool.items() if k in ("description", "parameters")}, path)
-    return {"name": "", "description": known.description, "parameters": known.parameters, **own}
+    described = {"description": client_tool.description, "parameters": client_tool.parameters}
+    return {"name": "", **described, **own}
 
 
 def _check_description(tool: dict[str, Any], path: str) -> None:

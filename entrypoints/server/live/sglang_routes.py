@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
@@ -253,7 +254,9 @@ async def update_weights_from_tensor(request: web.Request) -> web.Response:
     async def work() -> str:
         body = await decode_body(request, FromTensors)
         flattened = body.load_format == "flattened_bucket"
-        buckets = read_sglang_tensors(body.serialized_named_tensors, flattened=flattened)
+        buckets = await asyncio.to_thread(
+            read_sglang_tensors, body.serialized_named_tensors, flattened=flattened
+        )
         await ask(request, OpenTensors(buckets=buckets))
         return "Success"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from base64 import b64decode
 from typing import Any, Literal
 
@@ -232,11 +233,11 @@ async def update_weights(request: web.Request) -> web.Response:
     """
     if request.content_type == "application/octet-stream":
         body = await request.read()
-        parts, begin = read_header(body)
+        parts, begin = await asyncio.to_thread(read_header, body)
         await ask(request, PutTensors(parts=parts, data=body[begin:]))
     else:
         info = (await decode_body(request, UpdateWeights)).update_info
-        await ask(request, info.job())
+        await ask(request, await asyncio.to_thread(info.job))
     return reply({"message": "Weights received"})
 
 

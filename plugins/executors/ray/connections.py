@@ -90,8 +90,8 @@ class Reception:
             received = await asyncio.wait_for(_receive(connection), GREETING_SECONDS)
             secret, rank = GREETING.unpack(received)
             future = self.connections.get(rank)
-            known = hmac.compare_digest(secret, self.secret)
-            if not known or future is None or future.done():
+            is_ours = hmac.compare_digest(secret, self.secret)
+            if not is_ours or future is None or future.done():
                 return False
             _configure(connection)
             future.set_result(connection)

@@ -112,14 +112,14 @@ def allocate(model: Any, build: BuildContext) -> None:
     wide = [*(model._keep_in_fp32_modules_strict or ())]
     if build.dtype == torch.float16:
         wide += model._keep_in_fp32_modules or ()
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is None or not parameter.is_meta or _ours(module):
                 continue
-            if id(parameter) not in made:
-                made[id(parameter)] = _parameter(f"{prefix}.{name}", parameter, wide, build)
-            module._parameters[name] = made[id(parameter)]
+            if id(parameter) not in parameters:
+                parameters[id(parameter)] = _parameter(f"{prefix}.{name}", parameter, wide, build)
+            module._parameters[name] = parameters[id(parameter)]
         own = [name for name, buffer in module._buffers.items() if buffer is not None]
         for name in own:
             if name in module._non_persistent_buffers_set:

@@ -165,12 +165,14 @@ def _known_experts(module: nn.Module) -> bool:
     up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
     if not all(isinstance(part, nn.Parameter) and part.dim() == 3 for part in (up, down)):
         return False
-    said = {
+    served = {
         "has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True,
         "has_post_expert_norm": False,
     }  # fmt: skip
     apply_gate: Any = getattr(module, "_apply_gate", None)
-    if apply_gate is None or any(getattr(module, name, said[name]) != said[name] for name in said):
+    if apply_gate is None or any(
+        getattr(module, name, served[name]) != served[name] for name in served
+    ):
         return False
     # Its arithmetic may be any: see what it does, also to large numbers, which some clamp.
     gate, up = torch.linspace(-60, 60, 64, device="cpu"), torch.linspace(50, -50, 64, device="cpu")

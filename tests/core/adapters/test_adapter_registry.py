@@ -22,7 +22,7 @@ from jackfield.core.lora_request import (
     PinAdapter,
     UnloadAdapter,
 )
-from jackfield.core.parts.adapters import NAME, AdapterInfo, adapter_room
+from jackfield.core.parts.adapters import MAX_LOADS, NAME, AdapterInfo, adapter_room
 from jackfield.core.registry import Plugins, load_plugins
 from jackfield.core.request import Request, RequestSpec
 from jackfield.core.sampling_params import SamplingParams
@@ -620,22 +620,19 @@ async def test_several_are_read_at_once_and_those_of_a_name_one_after_another(
 ) -> None:
     house = House(tmp_path, max_cpu_loras=16)
     house.worker.gate.clear()
-    for number in range(registry.MAX_LOADS + 2):
+    for number in range(MAX_LOADS + 2):
         house.put(f"a{number}")
     loads = [asyncio.ensure_future(house.load("a0")), asyncio.ensure_future(house.load("a0"))]
-    loads += [
-        asyncio.ensure_future(house.load(f"a{number}"))
-        for number in range(1, registry.MAX_LOADS + 2)
-    ]
-    while len(house.worker.reads) < registry.MAX_LOADS:
+    loads += [asyncio.ensure_future(house.load(f"a{number}")) for number in range(1, MAX_LOADS + 2)]
+    while len(house.worker.reads) < MAX_LOADS:
         await asyncio.sleep(0.01)
     await settled()
-    assert sorted(house.worker.reads) == [f"a{number}" for number in range(registry.MAX_LOADS)]
+    assert sorted(house.worker.reads) == [f"a{number}" for number in range(MAX_LOADS)]
     house.worker.gate.set()
     results = await asyncio.gather(*loads, return_exceptions=True)
     refused = [result for result in results if isinstance(result, InvalidRequest)]
     assert len(refused) == 1 and "loaded already" in str(refused[0])
-    assert len(await house.cards()) == registry.MAX_LOADS + 2
+    assert len(await house.cards()) == MAX_LOADS + 2
     await house.registry.close()
 
 

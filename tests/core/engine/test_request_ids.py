@@ -14,7 +14,7 @@ from jackfield import LLM, AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.engine.output_stream import OutputStream
 from jackfield.core.errors import InvalidRequest, PluginError, RequestFailed
 from jackfield.core.hooks import hookimpl
-from jackfield.core.registry import Provenance, load_plugins
+from jackfield.core.registry import Plugins, Provenance, load_plugins
 from jackfield.core.request import Request
 from jackfield.core.sampling_params import StructuredOutputsParams
 
@@ -47,6 +47,13 @@ def config(checkpoint: Path, **options: Any) -> EngineConfig:
 async def final(stream: Any) -> Any:
     outputs = [output async for output in stream]
     return outputs[-1] if outputs else None
+
+
+def test_mistyped_options_are_refused_at_the_call() -> None:
+    engine: Any = AsyncEngine(EngineConfig(), plugins=Plugins())
+    for method in (engine.generate, engine.chat, engine.encode, engine.session):
+        with pytest.raises(TypeError, match="'requestid'"):
+            method([], requestid="job")
 
 
 async def test_a_caller_may_name_what_a_completion_of_many_might_be_called(

@@ -94,6 +94,24 @@ def test_whatever_else_is_refused(make: Any, tmp_path: Path) -> None:
     assert not Path(mark).exists()
 
 
+NESTED = b"K\x01\x94" + b"".join(b"h%ch%c\x86\x94" % (level, level) for level in range(20))
+"""A tuple of tuples, of which level n has 2 ** n numbers, and as many hashes."""
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (NESTED + b"}h\x14K\x01s.", "other keys than texts"),
+        (NESTED + b"}(h\x14K\x01u.", "other keys than texts"),
+        (NESTED + b"h\x14\x8c\x04Size\x93.", "by what is no text"),
+        (b"N" * (1 << 20) + b".", "more than 1048576 instructions"),
+    ],
+)
+def test_what_takes_forever_to_read_is_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        read_vllm_handles(text(data), PARTS, None)
+
+
 @pytest.mark.parametrize(
     ("place", "value"),
     [(1, torch.Size([2] * 17)), (1, (1 << 61, 1 << 61)), (2, (3,)), (3, -1), (5, "bfloat16"),

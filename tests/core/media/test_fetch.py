@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,34 @@ async def test_a_host_that_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch)
         fetcher = MediaFetcher("", (ANY,), allows=of_this_machine)
         assert "within 0.05 seconds" in await refused(fetcher, f"http://127.0.0.1:{port}/")
         left.set()
+
+
+class Counting(ThreadPoolExecutor):
+    """Counts the calls that wait or run."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.now = self.most = 0
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        future = super().submit(*args, **kwargs)
+        future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, _: Future[Any]) -> None:
+        self.now -= 1
+
+
+async def test_few_files_are_in_memory_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"picture")
+    threads = Counting()
+    asyncio.get_running_loop().set_default_executor(threads)
+    fetcher, url = MediaFetcher(str(tmp_path), ()), f"file://{tmp_path}/a.png"
+    read = await asyncio.gather(*(fetcher.read(url, FIELD) for _ in range(4 * fetch.FETCHES)))
+    assert read == [b"picture"] * 4 * fetch.FETCHES
+    assert 0 < threads.most <= fetch.FETCHES
 
 
 async def test_files_are_those_of_the_folder(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from scheduled import add, compactions_of, drain, make_request, make_scheduler, run
 
+from jackfield.core.cache.compacted_tables import CompactedTables
 from jackfield.core.cache.groups import CacheGroup
 from jackfield.core.cache.kv_manager import KVCacheManager
 from jackfield.core.cache.reach import Reach
@@ -165,14 +166,14 @@ def test_most_tokens_of_a_cache_are_those_that_it_holds():
     ],
 )
 def test_what_the_next_token_sees_in_a_window_or_in_chunks_stays(groups):
-    kv = KVCacheManager(10, 16, True, groups=groups)
+    tables = CompactedTables(KVCacheManager(10, 16, True, groups=groups))
     reaches = [each for g in groups for each in (g.reach, *g.inner_reaches) if each is not None]
     units = [each.chunk_size for each in reaches if each.chunk_size] + [16] * (len(groups) > 1)
     dropped = set()
     for num_tokens in range(16, 300, 7):
         for kept in range(16, num_tokens, 9):
-            length = kv.possible_length(num_tokens, kept)
-            assert kept <= length <= min(num_tokens, kv.most_after(kept))
+            length = tables.possible_length(num_tokens, kept)
+            assert kept <= length <= min(num_tokens, tables.most_after(kept))
             dropped.add(num_tokens - length)
             assert all((num_tokens - length) % unit == 0 for unit in units)
             seen = min(each.first_visible(num_tokens) for each in reaches)

@@ -897,7 +897,7 @@ class ConnectorMachine(SchedulerMachine):
         transfers = self.transfers
         assert transfers is not None
         kept: set[int] = set()
-        for transfer, block_ids in transfers._held.items():
+        for transfer, block_ids in transfers._blocks_of.items():
             load = transfers._loads._loads.get(transfer)
             kept.update(block_ids if load is None else load.block_ids)
         return kept

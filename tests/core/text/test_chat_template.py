@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jackfield.core.errors import InvalidRequest
-from jackfield.core.text import template_sandbox
+from jackfield.core.text import template_budget, template_sandbox
 from jackfield.core.text.chat_template import ChatTemplate
 from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.plugins.conformance.clock import growth
@@ -424,7 +424,7 @@ def test_costly_templates_are_stopped(source: str) -> None:
 def test_what_looks_into_values_counts_all_that_it_meets(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template_sandbox, "MAX_STEPS", 2_000)
+    monkeypatch.setattr(template_budget, "MAX_STEPS", 2_000)
     with pytest.raises(InvalidRequest, match="more than 2000 steps"):
         ChatTemplate(source).render(user("x"))
 
@@ -435,7 +435,7 @@ def test_what_looks_into_values_counts_all_that_it_meets(
 )
 def test_what_is_built_is_counted_by_bytes(build: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However little of it is kept: 100 times 10,000 bytes are more than 2,000 times 256."""
-    monkeypatch.setattr(template_sandbox, "MAX_STEPS", 2_000)
+    monkeypatch.setattr(template_budget, "MAX_STEPS", 2_000)
     source = (
         "{% set s = 'a' * 9999 %}{% macro f() %}{{ s }}{% endmacro %}"
         f"{{% for i in range(100) %}}{{% set x = {build} %}}{{% endfor %}}"

@@ -15,7 +15,7 @@ from jackfield.core.nn.routing import RoutingRule
 from jackfield.core.protocols.attention import AttentionSpec
 from jackfield.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from jackfield.kernels.compile import Precompiler
-from jackfield.plugins.attention.triton import layer_arguments
+from jackfield.plugins.attention.triton_call import layer_arguments
 from jackfield.plugins.operations.triton_invariant import InvariantTritonOperations
 
 

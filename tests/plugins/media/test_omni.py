@@ -7,14 +7,18 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from hearing_models import RATE, in_seconds, means_of_two, sound
 from safetensors.torch import save_file
 from seeing_models import MROPE, TEMPLATE, TEXT, picture, randomize, tokenizer_with
+from test_videos import pairs
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.plugins.media.omni import OmniVideo, Qwen3OmniVideo
 
 SPECIALS = (
     "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>", "<|audio_pad|>",
@@ -123,6 +127,13 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Made(omni, folder, model)
 
 
+def config_of(made: Made) -> EngineConfig:
+    return EngineConfig(
+        model=str(made.folder), device="cpu", dtype="float32", max_num_batched_tokens=7,
+        block_size=4, max_model_len=400, max_num_seqs=4, num_gpu_blocks_override=400,
+    )  # fmt: skip
+
+
 PROMPTS: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[float, ...]]] = {
     "a picture, then a recording": (("See", SEEN, " and hear ", HEARD, "."), (1,), (1.5,)),
     "recordings around a picture": ((HEARD, "?", SEEN, HEARD, "what?"), (2,), (0.5, 2.3)),
@@ -136,7 +147,7 @@ def expected(made: Made, name: str) -> tuple[int, list[int]]:
     """Return the number of tokens of the prompt and the output, by `transformers` alone."""
     pieces, seeds, lengths = PROMPTS[name]
     extractor = transformers.AutoFeatureExtractor.from_pretrained(made.folder)
-    images = transformers.AutoImageProcessor.from_pretrained(made.folder, backend="pil")
+    images = AutoImageProcessor.from_pretrained(made.folder, backend="pil")
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(made.folder)
     inputs: dict[str, Any] = {}
     units: list[int] = []
@@ -169,14 +180,43 @@ def expected(made: Made, name: str) -> tuple[int, list[int]]:
     return count, out[0, count:].tolist()
 
 
+async def test_videos_beside_pictures(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions go on behind the frames, which are seconds apart."""
+    monkeypatch.setattr(OmniVideo, "least_pixels", 1024)
+    monkeypatch.setattr(Qwen3OmniVideo, "least_pixels", 1024)
+    side = 2 * made.model.config.vision_config.patch_size
+    frames = np.stack([np.asarray(picture(seed, 2 * side, side)) for seed in range(5)])
+    images: Any = transformers.AutoImageProcessor.from_pretrained(made.folder, backend="pil")
+    pixels = images(images=[picture(9)], return_tensors="pt")
+    patches, grid = pairs(images, np.concatenate([frames, frames[-1:]]))
+    count = int(pixels["image_grid_thw"].prod()) // 4
+    prompt = f"Watch <|vision_start|><|video_pad|><|vision_end|>, {SEEN}!"
+    text = prompt.replace("<|video_pad|>", "<|video_pad|>" * (grid[0] * 2))
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(made.folder)
+    inputs = tokenizer(
+        text.replace("<|image_pad|>", "<|image_pad|>" * count), return_tensors="pt",
+        add_special_tokens=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        out = made.model.generate(
+            **inputs, pixel_values=pixels["pixel_values"], pixel_values_videos=patches,
+            image_grid_thw=pixels["image_grid_thw"], video_grid_thw=torch.tensor([grid]),
+            video_second_per_grid=torch.tensor([0.4]), max_new_tokens=10, do_sample=False,
+        )  # fmt: skip
+    media = {"video": (frames, 5.0), "image": picture(9)}
+    params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+    async with AsyncEngine(config_of(made)) as engine:
+        asked: Any = {"prompt": prompt, "multi_modal_data": media}
+        output = [each async for each in engine.generate(asked, params)][-1]
+    assert output.error is None
+    assert len(output.prompt_token_ids) == inputs["input_ids"].shape[1]
+    assert list(output.outputs[0].token_ids) == out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
 async def test_pictures_and_recordings_in_one_prompt(made: Made) -> None:
     """In chunks that end inside items."""
-    config = EngineConfig(
-        model=str(made.folder), device="cpu", dtype="float32", max_num_batched_tokens=7,
-        block_size=4, max_model_len=400, max_num_seqs=4, num_gpu_blocks_override=400,
-    )  # fmt: skip
     params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
-    async with AsyncEngine(config) as engine:
+    async with AsyncEngine(config_of(made)) as engine:
         for name, (pieces, seeds, lengths) in PROMPTS.items():
             media: dict[str, Any] = {
                 "audio": [(sound(7, seconds), RATE) for seconds in lengths],

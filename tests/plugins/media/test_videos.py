@@ -3,9 +3,12 @@ its processors choose them, and times are those of the frames."""
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +20,13 @@ from seeing_models import FAMILIES, picture, save
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.protocols.media import Sampling
+from jackfield.plugins.media.internvl import InternVLVideo
+from jackfield.plugins.media.qwen_video import GlmSampling
 
 KINDS = (
     "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration", "Glm4vForConditionalGeneration",
 )  # fmt: skip
-WRITTEN = "<|vision_start|><|video_pad|><|vision_end|>"
 NEW = 8
 
 
@@ -38,6 +42,14 @@ class Made(NamedTuple):
     @property
     def times(self) -> bool:
         return type(self.model).__name__.startswith("Qwen3")
+
+    @property
+    def glm(self) -> bool:
+        return type(self.model).__name__.startswith("Glm")
+
+    @property
+    def written(self) -> str:
+        return "<|video|>" if self.glm else "<|vision_start|><|video_pad|><|vision_end|>"
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -67,16 +79,22 @@ def patches(made: Made, frames: np.ndarray) -> tuple[torch.Tensor, list[int]]:
     if len(frames) % 2:
         frames = np.concatenate([frames, frames[-1:]])
     family = FAMILIES[type(made.model).__name__]
-    options = {**family.options, "min_pixels": 1024, "max_pixels": 1 << 20}
+    size = {"shortest_edge": 1024, "longest_edge": 1 << 20}
+    pixels = {"size": size} if made.glm else {"min_pixels": 1024, "max_pixels": 1 << 20}
     mean = {"image_mean": MEAN, "image_std": STD} if not made.times else {
         "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
     }  # fmt: skip
-    images: Any = transformers.Qwen2VLImageProcessorPil(**{**options, **mean})
+    kind = getattr(transformers, family.processor)
+    return pairs(kind(**{**family.options, **pixels, **mean}), frames)
+
+
+def pairs(images: Any, frames: np.ndarray) -> tuple[torch.Tensor, list[int]]:
+    """Return the patches of pairs of frames by a processor of pictures, and their grid."""
     made_of = images(images=[Image.fromarray(frame) for frame in frames], return_tensors="pt")
     _, rows, columns = made_of["image_grid_thw"][0].tolist()
     twice = made_of["pixel_values"].view(len(frames) // 2, 2, rows * columns, 3, 2, -1)
-    pairs = torch.stack([twice[:, 0, :, :, 0], twice[:, 1, :, :, 0]], dim=3)
-    return pairs.reshape(len(frames) // 2 * rows * columns, -1), [len(frames) // 2, rows, columns]
+    both = torch.stack([twice[:, 0, :, :, 0], twice[:, 1, :, :, 0]], dim=3)
+    return both.reshape(len(frames) // 2 * rows * columns, -1), [len(frames) // 2, rows, columns]
 
 
 MEAN = [0.48145466, 0.4578275, 0.40821073]
@@ -96,19 +114,25 @@ def expected(
         grids.append(grid)
         count = grid[1] * grid[2] // 4
         inner = "<|video_pad|>" * (count * grid[0])
-        if made.times:
+        if made.times or made.glm:
             padded = indices + indices[-1:] * (len(indices) % 2)
             at = [(a + b) / 2 / fps for a, b in zip(padded[::2], padded[1::2], strict=True)]
             inner = "".join(
                 f"<{t:.1f} seconds><|vision_start|>{'<|video_pad|>' * count}<|vision_end|>"
                 for t in at
             )
-        text += f"<|vision_start|>{inner}<|vision_end|>{words}"
+        if made.glm:
+            inner = "".join(
+                f"<|begin_of_image|>{'<|image|>' * count}<|end_of_image|>{int(index / fps)}"
+                for index in padded[::2]
+            )
+        text += inner if made.glm else f"<|vision_start|>{inner}<|vision_end|>"
+        text += words
     inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
     ids = inputs["input_ids"]
     inputs = {
         **inputs, "pixel_values_videos": torch.cat(pixels), "video_grid_thw": torch.tensor(grids),
-        "mm_token_type_ids": (ids == 303).int() * 2,
+        "mm_token_type_ids": (ids == (300 if made.glm else 303)).int() * 2,
     }  # fmt: skip
     if "Qwen2_5" in type(made.model).__name__:
         seconds = 2 / (len(indices) / total * fps)
@@ -128,8 +152,10 @@ def engine_of(made: Made, **options: Any) -> AsyncEngine:
     )  # fmt: skip
 
 
-async def said(engine: AsyncEngine, texts: list[str], videos: Any) -> tuple[int, list[int]]:
-    prompt: Any = {"prompt": WRITTEN.join(texts), "multi_modal_data": {"video": videos}}
+async def said(
+    made: Made, engine: AsyncEngine, texts: list[str], videos: Any
+) -> tuple[int, list[int]]:
+    prompt: Any = {"prompt": made.written.join(texts), "multi_modal_data": {"video": videos}}
     params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
     output = [each async for each in engine.generate(prompt, params)][-1]
     assert output.error is None
@@ -154,10 +180,12 @@ async def test_frames_that_callers_give_are_all_read(made: Made) -> None:
     async with engine_of(made) as engine:
         texts = ["See ", " then ", "?"]
         want = expected(made, texts, [one, two], [0, 1, 2, 3], 8.0, 4)
-        assert await said(engine, texts, [(one, 8.0), (two, 8.0)]) == want
+        assert await said(made, engine, texts, [(one, 8.0), (two, 8.0)]) == want
         want = expected(made, ["", "!"], [odd], [0, 1, 2], 24.0, 3)
-        assert await said(engine, ["", "!"], odd) == want
-        assert await said(engine, ["", "!"], [Image.fromarray(frame) for frame in odd]) == want
+        assert await said(made, engine, ["", "!"], odd) == want
+        assert (
+            await said(made, engine, ["", "!"], [Image.fromarray(frame) for frame in odd]) == want
+        )
 
 
 async def test_frames_of_a_file_are_chosen_and_decoded_in_a_process(made: Made) -> None:
@@ -170,11 +198,11 @@ async def test_frames_of_a_file_are_chosen_and_decoded_in_a_process(made: Made) 
         chosen = torch.arange(0, 20, 20 / 4).int().tolist()
     async with engine_of(made) as engine:
         want = expected(made, texts, [frames[chosen]], chosen, 10.0, 20)
-        assert await said(engine, texts, data) == want
+        assert await said(made, engine, texts, data) == want
     async with engine_of(made, media_io_kwargs={"video": {"num_frames": 2}}) as engine:
-        chosen = [0, 19] if made.times else [0, 10]
+        chosen = [0, 19] if made.times or made.glm else [0, 10]
         want = expected(made, texts, [frames[chosen]], chosen, 10.0, 20)
-        assert await said(engine, texts, data) == want
+        assert await said(made, engine, texts, data) == want
 
 
 @pytest.mark.parametrize("total", [1, 2, 5, 31, 240, 5000])
@@ -188,7 +216,7 @@ def test_frames_are_chosen_as_processors_of_transformers_choose_them(
     if total >= 4:
         count = min(max(total / fps * 2, 4), min(768, total) // 2 * 2, total) // 2 * 2
         expected = torch.arange(0, total, total / count).int().tolist()[: int(count)]
-        own = Sampling(fps=2.0, least=4, most=768, multiple=2, ends=False)
+        own = Sampling(fps=2.0, least=4, most=768, multiple=2, place=Fraction(0))
         assert own.indices(total, fps, 768) == expected
 
 
@@ -208,7 +236,56 @@ async def test_videos_of_codecs_are_read_with_av(made: Made) -> None:
     chosen = [0, 2, 5, 7] if made.times else [0, 2, 4, 6]
     async with engine_of(made) as engine:
         want = expected(made, texts, [frames[chosen]], chosen, 4.0, 8)
-        assert await said(engine, texts, file.getvalue()) == want
+        assert await said(made, engine, texts, file.getvalue()) == want
+
+
+@pytest.mark.parametrize("name", ["InternVL", "LlavaNextVideo"])
+async def test_frames_of_one_size(name: str, tmp_path: Path) -> None:
+    """Of two videos, in chunks that end inside one; the middle of frames that are not square."""
+    model = save(f"{name}ForConditionalGeneration", tmp_path)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    own = {
+        "size": {"height": 32, "width": 32} if name == "InternVL" else {"shortest_edge": 32},
+        "crop_size": {"height": 32, "width": 32}, "image_mean": [0.5] * 3, "image_std": [0.25] * 3,
+    }  # fmt: skip
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(own))
+    wide = 32 if name == "InternVL" else 48
+    films = [
+        np.stack([np.asarray(picture(seed + number, wide, 32)) for number in range(3)])
+        for seed in (10, 20)
+    ]
+    begin = (wide - 32) // 2
+    frames = torch.from_numpy(np.stack(films)[..., begin : begin + 32, :]).permute(0, 1, 4, 2, 3)
+    pixels = (frames.float() / 255 - 0.5) / 0.25
+    if name == "InternVL":
+        written = "\n".join(f"Frame{n}: <img>{'<IMG_CONTEXT>' * 4}</img>" for n in (1, 2, 3))
+        inputs = {"pixel_values": pixels.flatten(0, 1)}
+    else:
+        written, inputs = "<video>" * 12, {"pixel_values_videos": pixels}
+    text = f"See {written} or {written}?"
+    inputs |= tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    with torch.no_grad():
+        out = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    count = inputs["input_ids"].shape[1]
+    prompt: Any = {"prompt": "See <video> or <video>?", "multi_modal_data": {"video": films}}
+    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+    async with engine_of(Made(tmp_path, model)) as engine:
+        output = [each async for each in engine.generate(prompt, params)][-1]
+    assert output.error is None and len(output.prompt_token_ids) == count
+    assert list(output.outputs[0].token_ids) == out[0, count:].tolist()
+
+
+@pytest.mark.parametrize(("total", "fps"), [(1, 4.0), (7, 3.0), (300, 29.97), (9100, 30.0)])
+def test_frames_are_chosen_as_glm_and_internvl_do(total: int, fps: float) -> None:
+    kind: Any = importlib.import_module("transformers.models.glm4v.video_processing_glm4v")
+    own = SimpleNamespace(fps=2, max_duration=300)
+    metadata = SimpleNamespace(total_num_frames=total, fps=fps, duration=total / fps)
+    chosen = kind.Glm4vVideoProcessor.sample_frames(own, metadata).tolist()
+    assert GlmSampling().indices(total, fps, 768) == list(dict.fromkeys(chosen))
+    if total > 8:  # As InternVL's video processor does, which takes torchvision.
+        shift = total / 8 / 2
+        middles = torch.arange(shift, total, total / 8).int().tolist()
+        assert InternVLVideo.sampling.indices(total, fps, 8) == middles
 
 
 async def test_llava_onevision_reads_frames_of_one_size(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""A layer's attention in a step, and the launches of the kernels that compute it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ...core.nn.context import BatchLayout
+from ...core.nn.kv_cache.quantized_cache import KVCache
+from ...core.protocols.attention import AttentionSpec
+from ...kernels.attention.leveled_attention import leveled_attention
+from ...kernels.attention.paged_attention_decode import paged_attention_decode
+from ...kernels.attention.paged_attention_prefill import paged_attention_prefill
+from .triton_dense import Run, dense_attention
+
+
+class LayerCall(NamedTuple):
+    """The arguments that a layer's kernels share. Each launch writes the rows it computes."""
+
+    spec: AttentionSpec
+    query: torch.Tensor
+    """[num_tokens, num_heads, head_dim]"""
+    key: torch.Tensor
+    value: torch.Tensor
+    """[num_tokens, num_kv_heads, head_dim], as `key`"""
+    kv_cache: KVCache
+    layout: BatchLayout
+    alibi_slopes: torch.Tensor | None
+    """[num_heads] float32"""
+    distance_bias: torch.Tensor | None
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+    """As `query`, contiguous."""
+
+    def _terms(self) -> dict[str, Any]:
+        """Return what is added to logits and to the softmax's sum, with the layer's arguments."""
+        return {
+            **layer_arguments(self.spec),
+            "alibi_slopes": self.alibi_slopes,
+            "distance_bias": self.distance_bias,
+            "sinks": self.sinks,
+        }
+
+    def decode(self, rows: int, num_splits: int, workspace: torch.Tensor, **more: Any) -> None:
+        """Compute the first `rows` rows, of one token each."""
+        paged_attention_decode(
+            self.query[:rows], self.kv_cache, self.layout.block_table, self.layout.seq_lens,
+            **self._terms(), num_splits=num_splits, workspace=workspace, out=self.out[:rows],
+            **more,
+        )  # fmt: skip
+
+    def prefill(self, max_query_len: int, *, end_row: int | None = None, **more: Any) -> None:
+        """Compute rows of any lengths, before `end_row`, by the prefill kernel."""
+        paged_attention_prefill(
+            self.query, self.kv_cache, self.layout.block_table, self.layout.query_start,
+            self.layout.seq_lens[:end_row], **self._terms(), max_query_len=max_query_len,
+            out=self.out, **more,
+        )  # fmt: skip
+
+    def leveled(self, max_query_len: int, **more: Any) -> None:
+        """Compute rows of any lengths whose cache is in levels."""
+        layout, levels = self.layout, self.layout.levels
+        assert levels is not None and layout.slots is not None, "as levels need them"
+        assert isinstance(self.kv_cache, torch.Tensor), "levels are of caches in the model's type"
+        leveled_attention(
+            self.query, self.kv_cache, layout.block_table, layout.query_start, layout.seq_lens,
+            levels.tokens, levels.formats, layout.slots, scale=self.spec.scale,
+            max_query_len=max_query_len, soft_cap=self.spec.soft_cap, sinks=self.sinks,
+            out=self.out, **more,
+        )  # fmt: skip
+
+    def dense(self, run: Run) -> None:
+        """Compute a run by torch's attention: nothing is cached of its rows."""
+        query, key, value = (part[run.tokens] for part in (self.query, self.key, self.value))
+        self.out[run.tokens] = dense_attention(self.spec, query, key, value, run)
+
+
+def layer_arguments(spec: AttentionSpec) -> dict[str, Any]:
+    """Return the arguments of a layer that all kernels take."""
+    return {
+        "scale": spec.scale,
+        "sliding_window": spec.sliding_window,
+        "attention_chunk_size": spec.attention_chunk_size,
+        "chunk_lookback": spec.chunk_lookback,
+        "soft_cap": spec.soft_cap,
+        "cache_scales": (spec.key_scale, spec.value_scale),
+    }
