@@ -51,7 +51,7 @@ lint: style
 	$(TYPES)
 
 test-nightly: $(READY)
-	$(PIP) -e '.[docs]'
+	$(PIP) -e '.[docs,nightly]'
 	$(BIN)/python -m pytest -m 'not gpu'
 
 test-gpu:

@@ -25,6 +25,7 @@ import pytest
 from pages import BLOCKS, FENCE, PAGES, ROOM_PAGES, ROOT, name_of
 
 from jackfield import AsyncEngine, EngineConfig
+from jackfield.core.errors import ConfigError
 from jackfield.core.hooks import API_VERSION
 from jackfield.core.registry import Plugins, load_plugins
 from jackfield.core.scheduling.parts.part import SchedulerPart
@@ -35,11 +36,13 @@ from jackfield.entrypoints.bench.kv_compression import command as compression_op
 from jackfield.entrypoints.bench.serve import serve_options
 from jackfield.entrypoints.cli.main import COMMANDS
 from jackfield.entrypoints.flags import vllm_flags
+from jackfield.entrypoints.flags.foreign_options import translated
 from jackfield.entrypoints.ollama import protocol as ollama_protocol
 from jackfield.entrypoints.openai.common import protocol
 from jackfield.entrypoints.openai.pooling import protocol as pooling_protocol
 from jackfield.entrypoints.openai.responses import protocol as responses_protocol
 from jackfield.entrypoints.server.app import make_app
+from jackfield.entrypoints.server.serve_settings import make_parser as serve_parser
 from jackfield.plugins.conformance.options import KITS
 
 GENERATED = "<!-- Written by docs/generate.py"
@@ -402,7 +405,29 @@ def is_there(what: str) -> bool:
         "embeddings of pictures": "done with texts alone yet"
         not in (ROOT / "core/engine/resolve_config.py").read_text(),
         "beam search": "use_beam_search" in protocol.SamplingRequest.__struct_fields__,
+        "experts divided among engines": takes(data_parallel_size=2, enable_expert_parallel=True),
+        "contexts divided among ranks": is_taken("--decode-context-parallel-size", "2"),
+        "weights in host memory": is_taken("--cpu-offload-gb", "4"),
+        "several hosts without Ray": is_taken("--nnodes", "2"),
+        "prompts computed by other servers": is_taken("--disaggregation-mode", "prefill"),
+        "KV events": is_taken("--kv-events-config", "{}"),
+        "trees of drafts": is_taken("--speculative-eagle-topk", "4"),
+        "diffusion of texts": is_taken("--diffusion-config", "{}"),
+        "AMD, Intel and TPU devices": takes(device="xpu") or takes(device="tpu"),
     }[what]
+
+
+def takes(**options: Any) -> bool:
+    try:
+        EngineConfig(**options)
+    except ConfigError:
+        return False
+    return True
+
+
+def is_taken(*words: str) -> bool:
+    """Whether `jackfield serve` takes an option of vLLM's or SGLang's."""
+    return all(line.state != "refused" for line in translated(serve_parser(), words))
 
 
 def listed_as_absent(page: str, sentence: str) -> list[str]:
@@ -415,8 +440,9 @@ def test_what_pages_call_absent_is_absent() -> None:
     absent = listed_as_absent("docs/architecture.md", r"\nAbsent for now, [^:]*: ([^.]+)\.")
     assert [what for what in absent if is_there(what)] == []
     assert absent == ["embeddings of pictures"], "compute it, too"
-    readme = listed_as_absent("README.md", r"\nNot there yet: ([^.]+)\.")
-    assert [what for what in readme if is_there(what)] == []
+    readme = (ROOT / "README.md").read_text().partition("\n## Not there yet\n")[2]
+    items = re.findall(r"^- \*\*(.+?)\*\*", readme.partition("\n## ")[0], re.M)
+    assert items and [what for what in items if is_there(what)] == []
     limits = listed_as_absent("CHANGELOG.md", r"\n- No (embeddings.*?)\. ")
     assert limits == ["embeddings of pictures"]
     assert is_there("adapters (LoRA)") and not is_there("embeddings of pictures")
