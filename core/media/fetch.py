@@ -26,7 +26,7 @@ SECONDS = 20.0
 """For one item, redirects included."""
 REDIRECTS = 3
 FETCHES = 8
-"""Files and URLs that are read at once, per engine."""
+"""URLs that are fetched at once, and as many files that are read, per engine."""
 ANY = "*"
 """In the list of hosts: all."""
 LARGE = 1 << 20
@@ -65,7 +65,8 @@ class MediaFetcher:
         self._folder = Path(local_path).resolve() if local_path else None
         self._domains = frozenset(map(_normal_host, domains))
         self._allows = allows
-        self._fetching = asyncio.Semaphore(FETCHES)
+        # Two: files do not wait for slow hosts.
+        self._fetching, self._reading = asyncio.Semaphore(FETCHES), asyncio.Semaphore(FETCHES)
 
     async def read(self, url: str, field: str, modality: str = "image") -> bytes:
         """Return what a URL names. Raises InvalidRequest."""
@@ -75,7 +76,7 @@ class MediaFetcher:
                 return _data(url, field, modality)
             return await asyncio.to_thread(_data, url, field, modality)
         if scheme == "file":
-            async with self._fetching:
+            async with self._reading:
                 return await asyncio.to_thread(self._file, url, field)
         if scheme in ("http", "https"):
             try:

@@ -30,7 +30,7 @@ class NextVideo(FrameVideo):
         return whole[:, top : top + self._size[0], left : left + self._size[1]]
 
     def num_rows(self, count: int) -> int:
-        each = self.config.vision_config.patch_size * self.config.spatial_pool_stride
+        each: int = self.config.vision_config.patch_size * self.config.spatial_pool_stride
         return count * (self._size[0] // each) * (self._size[1] // each)
 
 
