@@ -128,6 +128,54 @@ def by_replacing(
     return reference
 
 
+def by_ours(folder: Path) -> Any:
+    """What a prompt has by our processor, with pixels as the image processor would normalise them:
+    that of `transformers` takes torchvision. Other tests compare the two."""
+    from jackfield.core.protocols.media import MediaSetup
+    from jackfield.core.registry import load_plugins
+    from jackfield.plugins.media.processor import NORMALISATION
+
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
+
+    def tokenize(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    kind: Any = load_plugins()["media_model"].load(config.architectures[0])
+    ours = kind.processor(MediaSetup(folder, config, tokenize=tokenize), "image")
+
+    def process(images: Any, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        first, *others = text.split(tokenizer.decode([ours.placeholder_id]))
+        tokens, made = tokenize(first), []
+        for image, words in zip(images or (), others, strict=True):
+            item = ours.image(image)
+            tensors = {name: torch.from_numpy(value) for name, value in item.tensors.items()}
+            factor, mean, deviation = tensors.pop(NORMALISATION)
+            pixels = tensors["pixel_values"]
+            last = pixels.movedim(1, -1) if pixels.dim() == 4 else pixels.unflatten(-1, (-1, 3))
+            last = (last * factor - mean) / deviation
+            first = last.movedim(-1, 1) if pixels.dim() == 4 else last.flatten(-2)
+            tensors["pixel_values"] = first
+            made.append(tensors)
+            tokens += [*item.token_ids, *tokenize(words)]
+        ids = torch.tensor([tokens])
+        return {
+            "input_ids": ids, "attention_mask": torch.ones_like(ids),
+            **{name: joined([each[name] for each in made]) for name in (made[0] if made else ())},
+        }  # fmt: skip
+
+    return process
+
+
+def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Join along the first dimension what may differ in the second."""
+    if tensors[0].dim() < 2:
+        return torch.cat(tensors)
+    return torch.nn.utils.rnn.pad_sequence(
+        [row for tensor in tensors for row in tensor], batch_first=True
+    )
+
+
 def llama4_reference(folder: Path) -> Any:
     """What `Llama4Processor` writes, with the pixels of ours: its own take torchvision."""
     from transformers.models.llama4.processing_llama4 import Llama4Processor
@@ -168,6 +216,20 @@ def llama4_generate(own: Any, **inputs: Any) -> torch.Tensor:
         embeds = embeds.masked_scatter((ids == own.config.image_token_id)[..., None], rows)
     out = own.language_model.generate(inputs_embeds=embeds, **inputs)
     return torch.cat([ids, out], dim=1)
+
+
+def paligemma_reference(folder: Path) -> Any:
+    """`PaliGemmaProcessor`, and for texts alone what it says of their tokens."""
+    processor: Any = transformers.PaliGemmaProcessor(*parts_of(folder))
+
+    def process(images: Any, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        if images:
+            made = processor(images=[images], text=[text], return_tensors="pt")
+            return {name: value for name, value in made.items() if name != "labels"}
+        inputs = processor.tokenizer(text, return_tensors="pt")
+        return {**inputs, "token_type_ids": torch.zeros_like(inputs["input_ids"])}
+
+    return process
 
 
 UNUSED = (
@@ -378,6 +440,22 @@ FAMILIES: dict[str, Family] = {
         by_replacing("Qwen3VLProcessor", "qwen3_vl", image_token="<|image_pad|>"),
     ),
     "Glm4vForConditionalGeneration": GLM4V,
+    "PaliGemmaForConditionalGeneration": Family(
+        {
+            "text_config": {
+                **TEXT, **WINDOWS, "model_type": "gemma2", "query_pre_attn_scalar": 16,
+                "attn_logit_softcapping": 2.0, "sliding_window": 72,
+            },
+            "vision_config": {
+                **TOWER, "model_type": "siglip_vision_model", "vision_use_head": False,
+            },
+            "image_token_index": 300, "projection_dim": 64, "hidden_size": 64, "vocab_size": 320,
+        },
+        "SiglipImageProcessorPil",
+        {"size": {"height": 32, "width": 32}, "image_seq_length": 16},
+        ("<image>", "<bos>"), "<image>", paligemma_reference,
+        {"image_token": "<image>", "bos_token": "<bos>"},
+    ),
     "GlmOcrForConditionalGeneration": GLM4V._replace(
         config=GLM4V.config | {
             "vision_config": {
@@ -451,6 +529,43 @@ FAMILIES: dict[str, Family] = {
             *(f"TILE_{number}" for number in range(1, 5)),
         ),
         "<image>", own("AyaVisionProcessor", patch_size=8, img_size=32, downsample_factor=2),
+    ),
+    "Cohere2VisionForConditionalGeneration": Family(
+        {
+            "text_config": {**TEXT, **WINDOWS, "model_type": "cohere2"},
+            "vision_config": {**TOWER, "model_type": "siglip_vision_model"},
+            "image_token_id": 300, "downsample_factor": 2, "alignment_intermediate_size": 48,
+        },
+        "", {"size": {"height": 32, "width": 32}, "max_patches": 4, "patch_size": 2},
+        ("<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"),
+        "<|IMG_PATCH|>", by_ours,
+        {
+            "image_token": "<|IMG_PATCH|>", "boi_token": "<|START_OF_IMG|>",
+            "eoi_token": "<|END_OF_IMG|>", "img_line_break_token": "<|IMG_LINE_BREAK|>",
+        },
+    ),
+    "Lfm2VlForConditionalGeneration": Family(
+        {
+            "text_config": {
+                **TEXT, "model_type": "lfm2", "block_auto_adjust_ff_dim": False,
+                "full_attn_idxs": [1], "layer_types": ["conv", "full_attention", "conv"],
+            },
+            "vision_config": {
+                **{name: size for name, size in TOWER.items() if name != "image_size"},
+                "model_type": "siglip2_vision_model", "num_patches": 16,
+            },
+            "image_token_id": 300, "projector_hidden_size": 48,
+        },
+        "",
+        {
+            "encoder_patch_size": 8, "tile_size": 32, "max_image_tokens": 6,
+            "min_image_tokens": 2, "max_tiles": 4,
+        },
+        (
+            "<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+            *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)),
+        ),
+        "<image>", by_ours,
     ),
     "LightOnOcrForConditionalGeneration": Family(
         {
@@ -574,6 +689,8 @@ def save(architecture: str, folder: Path, **changes: Any) -> Any:
     torch.manual_seed(7)
     config = {**copy.deepcopy(family.config), **changes}
     model = kind(kind.config_class(**config)).float().eval()
+    if config.get("text_config", {}).get("attn_logit_softcapping"):
+        model.set_attn_implementation("eager")  # Others ignore soft caps.
     randomize(model)
     model.save_pretrained(folder)
     template = TEMPLATE.replace("PICTURE", family.written)

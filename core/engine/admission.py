@@ -16,7 +16,7 @@ from ..errors import ContextLengthExceeded, InvalidRequest
 from ..inputs import Prompt, is_single, text_and_tokens
 from ..loading.model_config import ModelConfig, SourceConfig
 from ..parts.encoder_decoder import Source
-from ..parts.media import MediaItem
+from ..parts.media import MediaItem, prompt_extra
 from ..protocols.audio import AudioSource
 from ..protocols.executors import ExecutorInfo
 from ..registration.extra_args import ExtraArgs
@@ -59,8 +59,7 @@ def request_limits(
         # A pooled prompt may fill the whole context: its vector follows the last token.
         max_model_len=model_config.max_model_len + (pooling is not None),
         max_num_batched_tokens=config.max_num_batched_tokens,
-        enable_chunked_prefill=config.enable_chunked_prefill
-        and (pooling is None or pooling.causal),
+        enable_chunked_prefill=config.enable_chunked_prefill and not model_config.whole_prompts,
         num_blocks=num_blocks - 1 if num_blocks else None,  # Without the null block.
         block_size=config.block_size,
         groups=info.cache_groups,
@@ -308,6 +307,9 @@ class Admission:
         eos = frozenset() if params.ignore_eos else self.model_config.eos_token_ids
         if params.allowed_token_ids is not None and params.structured_outputs is None:
             _check_choice(params, eos, bad_words)
+        extra: tuple[tuple[int, str], ...] = ()
+        if self.model_config.whole_prompts:
+            extra = (prompt_extra(prompt.token_ids, prompt.media),)
         return RequestSpec(
             **envelope._asdict(),
             prompt_token_ids=prompt.token_ids,
@@ -317,6 +319,7 @@ class Admission:
             bad_words_token_ids=bad_words,
             grammar=grammar,
             source=prompt.source,
+            late_extra=extra,
             media=prompt.media,
         )
 

@@ -124,9 +124,9 @@ def resolve_runner(
             param="speculative_config",
         )
     config = resolve_speculation(config, model_config, plugins)
-    if pooling is None or pooling.causal:
+    if not model_config.whole_prompts:
         return config, model_config
-    if config.attention_backend != "auto":
+    if pooling is not None and config.attention_backend != "auto":
         raise ConfigError(
             f"attention_backend: {config.attention_backend!r} is causal attention over a KV cache; "
             f"{name} is an encoder, whose attention is one of the operations; leave it on auto",

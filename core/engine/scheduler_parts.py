@@ -17,6 +17,7 @@ from ..parts import (
 )
 from ..parts.exclusions import check_exclusions
 from ..protocols.executors import ExecutorInfo
+from ..protocols.media import Spans
 from ..protocols.parts import PartSetup, StepPart
 from ..registration.step_parts import KIND, active_parts, excluded_by
 from ..registry import Plugins
@@ -90,8 +91,14 @@ def scheduler_parts(
                 param="executor",
             )
         assert config.max_num_batched_tokens is not None
-        whole_spans = media_config is not None and media_config.spans is not None
-        parts.append(Media.maker(config.max_num_batched_tokens, whole_spans))
+        spans = None if media_config is None else media_config.spans
+        parts.append(
+            Media.maker(
+                config.max_num_batched_tokens,
+                whole_items=spans is not None,
+                whole_prompts=spans is Spans.PROMPT,
+            )
+        )
     check_exclusions(active_capabilities(config), excluded_by(plugins, config))
     for name, (part_class, setup) in active_parts(plugins, config).items():
         if _has_scheduler_half(part_class):

@@ -120,6 +120,13 @@ class ModelConfig:
         return ("text", *(() if self.media is None else self.media.modalities))
 
     @property
+    def whole_prompts(self) -> bool:
+        """Whether the tokens of a prompt see each other, so that a step has all of them."""
+        if self.pooling is not None:
+            return not self.pooling.causal
+        return self.media is not None and self.media.spans is Spans.PROMPT
+
+    @property
     def num_layers(self) -> int:
         return int(self.hf_config.num_hidden_layers)
 

@@ -17,7 +17,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError, EngineOverloaded, InvalidRequest
 from ..loading.model_config import MediaConfig, ModelConfig
 from ..parts.media import MediaContent, MediaItem
-from ..protocols.media import MediaModel, MediaSetup
+from ..protocols.media import ArrangesPrompts, MediaModel, MediaSetup
 from ..registry import Plugins
 from ..text.chat_template import Placeholder
 from ..text.tokenizer import Tokenizer
@@ -249,16 +249,18 @@ class MediaInput:
         modality_of = {
             reader.processor.placeholder_id: name for name, reader in self._readers.items()
         }
-        places = [
-            (place, modality_of[token])
-            for place, token in enumerate(token_ids)
-            if token in modality_of
-        ]
-        self._check_counts(places, waiting, field)
+
+        def places() -> list[tuple[int, str]]:
+            return [(n, modality_of[t]) for n, t in enumerate(token_ids) if t in modality_of]
+
+        self._check_counts(places(), waiting, field)
+        for reader in self._readers.values():
+            if isinstance(reader.processor, ArrangesPrompts):
+                token_ids = reader.processor.arranged(token_ids)
         expanded: list[int] = []
         items: list[MediaItem] = []
         done = 0
-        for place, modality in places:
+        for place, modality in places():
             content = waiting[modality].popleft()
             expanded += token_ids[done:place]
             items.append(MediaItem(len(expanded), content))

@@ -54,8 +54,37 @@ def attend_in_spans(
             places = torch.arange(origin, end, device=query.device)
             own = torch.arange(position, end, device=query.device)
             mask = places > own[:, None] - window
-        attended = F.scaled_dot_product_attention(
-            queries[None], keys[None], values[None], attn_mask=mask, scale=spec.scale,
-            enable_gqa=True,
-        )[0]  # fmt: skip
+        if spec.soft_cap is None:
+            attended = F.scaled_dot_product_attention(
+                queries[None], keys[None], values[None], attn_mask=mask, scale=spec.scale,
+                enable_gqa=True,
+            )[0]  # fmt: skip
+        else:
+            attended = _soft_capped(spec, queries, keys, values, mask)
         out[token : token + count] = attended.transpose(0, 1)
+
+
+CAPPED_ROWS = 512
+"""Queries whose scores are in memory at once."""
+
+
+def _soft_capped(
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend with soft-capped scores. query: [heads, tokens, head_dim]."""
+    assert spec.soft_cap is not None
+    each = query.shape[0] // key.shape[0]
+    key, value = (part.repeat_interleave(each, dim=0) for part in (key, value))
+    out = []
+    for first in range(0, query.shape[1], CAPPED_ROWS):
+        rows = slice(first, first + CAPPED_ROWS)
+        scores = (query[:, rows] @ key.transpose(1, 2)).float() * spec.scale
+        scores = (scores / spec.soft_cap).tanh_() * spec.soft_cap
+        if mask is not None:
+            scores.masked_fill_(~mask[rows], -torch.inf)
+        out.append(scores.softmax(dim=-1).to(value.dtype) @ value)
+    return torch.cat(out, dim=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -95,6 +97,8 @@ class SlotMedia(msgspec.Struct, frozen=True, gc=False):
     """The items of a request that takes a slot, in order."""
 
     items: tuple[PlacedItem, ...]
+    prompt_span: int = 0
+    """Tokens of the prompt, if they see each other in both directions."""
 
 
 class EncodeMedia(msgspec.Struct, frozen=True, gc=False):
@@ -122,6 +126,14 @@ def tokens_by_modality(media: RequestMedia | None) -> dict[str, int]:
         modality = item.content.modality
         counts[modality] = counts.get(modality, 0) + len(item.content.token_ids)
     return counts
+
+
+def prompt_extra(token_ids: Sequence[int], items: Sequence[MediaItem]) -> tuple[int, str]:
+    """Return what the keys of all blocks depend on where the tokens of a prompt see each other."""
+    digest = blake2b(array("q", token_ids).tobytes(), digest_size=32)
+    for item in items:
+        digest.update(f"{item.start} {item.content.digest}\n".encode())
+    return 0, digest.hexdigest()
 
 
 def late_extras(items: Sequence[MediaItem]) -> tuple[tuple[int, str], ...]:

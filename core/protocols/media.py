@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,6 +110,15 @@ class MediaProcessor(Protocol):
     """Of all options that change the tensors."""
 
 
+@runtime_checkable
+class ArrangesPrompts(Protocol):
+    """A `MediaProcessor` of a model that takes prompts with items in one form alone."""
+
+    def arranged(self, token_ids: Sequence[int]) -> list[int]:
+        """Return a prompt's tokens, with placeholders, in that form; those that are in it, as they
+        are."""
+
+
 class ImageProcessor(MediaProcessor, Protocol):
     """Processes pictures."""
 
@@ -175,11 +184,14 @@ class MediaEncoder(Protocol):
 
 
 class Spans(enum.Enum):
-    """Layers in which the tokens of an item see each other in both directions."""
+    """Which tokens see each other in both directions."""
 
     ALL = "all"
+    """Those of an item, in all layers."""
     WINDOWED = "windowed"
-    """Those with a sliding window."""
+    """Those of an item, in layers with a sliding window."""
+    PROMPT = "prompt"
+    """Those of the prompt, in all layers; also of prompts without items."""
 
 
 class MediaModel(Protocol):
@@ -191,7 +203,7 @@ class MediaModel(Protocol):
 
     @classmethod
     def spans(cls, setup: MediaSetup) -> Spans | None:
-        """Return in which layers the tokens of an item see each other in both directions."""
+        """Return which tokens see each other in both directions; None: none."""
 
     @classmethod
     def refusal(cls, setup: MediaSetup) -> str | None:

@@ -14,6 +14,7 @@ DERIVED = (
 MODELS = {
     **dict.fromkeys(DERIVED, "derived:Derived"),
     "AudioFlamingo3ForConditionalGeneration": "whisper_like:AudioFlamingo3",
+    "Cohere2VisionForConditionalGeneration": "cohere2_vision:Cohere2Vision",
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
     "Gemma4ForConditionalGeneration": "gemma4:Gemma4",
     "GlmAsrForConditionalGeneration": "whisper_like:GlmAsr",
@@ -23,6 +24,7 @@ MODELS = {
     "GlmOcrForConditionalGeneration": "qwen_vl:QwenPictures",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3",
     "InternVLForConditionalGeneration": "internvl:InternVL",
+    "Lfm2VlForConditionalGeneration": "lfm2_vl:Lfm2Vl",
     "Llama4ForConditionalGeneration": "llama4:Llama4",
     "LlavaForConditionalGeneration": "llava:Llava",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevision",
@@ -32,6 +34,7 @@ MODELS = {
     "Qwen2_5OmniForConditionalGeneration": "omni:Qwen2Omni",
     "Qwen2_5OmniModel": "omni:Qwen2Omni",
     "Ovis2ForConditionalGeneration": "ovis2:Ovis2",
+    "PaliGemmaForConditionalGeneration": "paligemma:PaliGemma",
     "Qwen2VLForConditionalGeneration": "qwen_vl:Qwen2VL",
     "Qwen2_5_VLForConditionalGeneration": "qwen_vl:Qwen2VL",
     "Qwen3ASRForConditionalGeneration": "chunked_audio:Qwen3Asr",

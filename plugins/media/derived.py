@@ -4,6 +4,7 @@ picture, and its modules encode it."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,8 +32,11 @@ def writer_class(model_type: str) -> Any:
     base: Any = transformers.ProcessorMixin
     if getattr(kind, "replace_image_token", None) is getattr(base, "replace_image_token", None):
         return None
-    unchecked = {"check_argument_for_proper_class": lambda self, name, argument: None}
-    return type(kind.__name__, (kind,), unchecked)
+    changes = {
+        "check_argument_for_proper_class": lambda self, name, argument: None,
+        "__repr__": object.__repr__,  # Theirs is JSON, which an image processor of ours is not.
+    }
+    return type(kind.__name__, (kind,), changes)
 
 
 class DerivedProcessor(ImageProcessor):
@@ -56,10 +60,6 @@ class DerivedProcessor(ImageProcessor):
         names = kind.get_attributes()
         try:
             self._writer = kind.from_args_and_dict([made.get(name) for name in names], fields)
-            merged = self._writer._merge_kwargs(
-                self._writer.valid_processor_kwargs, tokenizer_init_kwargs={}, return_tensors="pt"
-            )
-            self._options = merged["images_kwargs"]
             self.image(Image.new("RGB", (64, 64)))
         except Exception as error:
             raise ConfigError(
@@ -69,8 +69,21 @@ class DerivedProcessor(ImageProcessor):
             ) from error
         return self.token(self._writer.image_token)
 
-    def image(self, image: Image) -> ProcessedMedia:
+    def written(self, image: Image) -> tuple[Mapping[str, Any], str]:
+        """Return a picture's tensors, and the text that stands for it."""
         made, [text] = self._writer._process_images([image], **self._options)
+        return made, text
+
+    @functools.cached_property
+    def _options(self) -> dict[str, Any]:
+        merged = self._writer._merge_kwargs(
+            self._writer.valid_processor_kwargs, tokenizer_init_kwargs={}, return_tensors="pt"
+        )
+        options: dict[str, Any] = merged["images_kwargs"]
+        return options
+
+    def image(self, image: Image) -> ProcessedMedia:
+        made, text = self.written(image)
         tokens = self._tokenize(text)
         unused = self._writer.unused_input_names
         return ProcessedMedia(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,21 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ...core.errors import ConfigError
-from ...core.loading.json_file import read_object
 from ...core.protocols.media import MediaSetup, ProcessedMedia
 from .encoder import TransformersEncoder
 from .family import Pictures
-from .processor import NORMALISATION, OPTION, ImageProcessor
+from .pillow import PillowImages, PillowProcessor, cut
+from .processor import NORMALISATION
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-OPTIONS: dict[str, Any] = {
-    "size": {"height": 336, "width": 336}, "max_patches": 16, "resize_to_max_canvas": False,
-    "resample": 2, "rescale_factor": 1 / 255, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-}  # fmt: skip
-"""Of the processor of `transformers`, which takes torchvision, with its defaults."""
+GRID = "grid"
+"""Name of a picture's (rows, columns) of tiles."""
 
 
 def canvases(most: int) -> np.ndarray:
@@ -63,57 +56,24 @@ def within(sides: tuple[int, int], bounds: tuple[int, int]) -> tuple[int, int]:
     return most_height, max(1, min(math.floor(width * by_height), most_width))
 
 
-class Llama4Processor(ImageProcessor):
+class Llama4Images(PillowImages):
+    defaults = {
+        "size": {"height": 336, "width": 336}, "max_patches": 16, "resize_to_max_canvas": False,
+    }  # fmt: skip
+
     def __init__(self, setup: MediaSetup) -> None:
-        self.setup, given = setup, dict(setup.processor_kwargs)
-        if unknown := sorted(given.keys() - OPTIONS.keys()):
-            raise ConfigError(
-                f"{OPTION}: Llama4Processor has no option {', '.join(unknown)}", param=OPTION
-            )
-        own: dict[str, Any] = {}
-        for name in ("preprocessor_config.json", "processor_config.json"):
-            if (setup.folder / name).is_file():
-                read = read_object(setup.folder / name)
-                own |= read.get("image_processor", read)
-        options = {name: {**own, **given}.get(name, value) for name, value in OPTIONS.items()}
-        self._most_tiles: int = options["max_patches"]
-        self._tile: int = options["size"]["height"]
-        self._possible = canvases(options["max_patches"]) * self._tile
-        self._largest: bool = options["resize_to_max_canvas"]
-        self._resample: int = options["resample"]
-        rows = [[options["rescale_factor"]] * 3, options["image_mean"], options["image_std"]]
-        self._levels = np.asarray(rows, dtype=np.float32)
-        self.config, self._tokens = setup.config, setup.tokenize
-        self.placeholder_id = self.token("<|image|>")
-        self._start, self._end = self.token("<|image_start|>"), self.token("<|image_end|>")
-        self._between = self.token("<|tile_x_separator|>"), self.token("<|tile_y_separator|>")
-        vision = self.config.vision_config
-        side = self._tile // vision.patch_size
-        count = side * side // round(1 / vision.pixel_shuffle_ratio**2)
-        self._patches = [int(self.config.image_token_index)] * count
-        text = f"llama4 {json.dumps(options, sort_keys=True)}"
-        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        super().__init__(setup)
+        self._tile: int = self.options["size"]["height"]
+        self._possible = canvases(self.options["max_patches"]) * self._tile
+        self._largest: bool = self.options["resize_to_max_canvas"]
 
-    def most(self, name: str) -> int | None:
-        return self._most_tiles if name == "max_patches" else None
-
-    def image(self, image: Image) -> ProcessedMedia:
-        canvas = self._canvas(image)
-        rows, columns = canvas.shape[0] // self._tile, canvas.shape[1] // self._tile
-        grid = canvas.reshape(rows, self._tile, columns, self._tile, 3).swapaxes(1, 2)
-        tiles = [*grid.reshape(rows * columns, self._tile, self._tile, 3)]
-        if rows * columns > 1:
-            whole = image.resize((self._tile, self._tile), self._resample)
-            tiles.append(np.asarray(whole))
-        tokens = self._placed(rows, columns)
-        return ProcessedMedia(
-            {
-                "pixel_values": np.stack(tiles).transpose(0, 3, 1, 2),
-                NORMALISATION: self._levels,
-            },
-            tokens,
-            [token == self._patches[0] for token in tokens],
-        )
+    def tensors(self, image: Image) -> dict[str, Any]:
+        canvas, side = self._canvas(image), self._tile
+        tiles = cut(canvas, side)
+        if len(tiles) > 1:
+            tiles = np.concatenate([tiles, self.resized(image, side, side)[None]])
+        rows, columns = canvas.shape[0] // side, canvas.shape[1] // side
+        return {"pixel_values": tiles.transpose(0, 3, 1, 2), GRID: (rows, columns)}
 
     def _canvas(self, image: Image) -> np.ndarray:
         """Return the picture in a corner of its canvas, [height, width, 3]."""
@@ -125,9 +85,32 @@ class Llama4Processor(ImageProcessor):
             bounds = min(max(sides[0], self._tile), height), min(max(sides[1], self._tile), width)
         own_height, own_width = within(sides, bounds)
         canvas = np.zeros((height, width, 3), dtype=np.uint8)
-        own = np.asarray(image.resize((own_width, own_height), self._resample))
-        canvas[:own_height, :own_width] = own
+        canvas[:own_height, :own_width] = self.resized(image, own_height, own_width)
         return canvas
+
+
+class Llama4Processor(PillowProcessor):
+    images_class = Llama4Images
+
+    def __init__(self, setup: MediaSetup) -> None:
+        super().__init__(setup)
+        self._start, self._end = self.token("<|image_start|>"), self.token("<|image_end|>")
+        self._between = self.token("<|tile_x_separator|>"), self.token("<|tile_y_separator|>")
+        vision = self.config.vision_config
+        side = self.images.options["size"]["height"] // vision.patch_size
+        count = side * side // round(1 / vision.pixel_shuffle_ratio**2)
+        self._patches = [int(self.config.image_token_index)] * count
+
+    def find_placeholder(self, setup: MediaSetup) -> int:
+        return self.token("<|image|>")
+
+    def processed(self, tensors: Mapping[str, np.ndarray]) -> ProcessedMedia:
+        tokens = self._placed(*(int(count) for count in tensors[GRID]))
+        return ProcessedMedia(
+            {name: tensors[name] for name in ("pixel_values", NORMALISATION)},
+            tokens,
+            [token == self._patches[0] for token in tokens],
+        )
 
     def _placed(self, rows: int, columns: int) -> Sequence[int]:
         tokens = [self._start]

@@ -34,10 +34,23 @@ class ImageProcessor:
 
     def __init__(self, setup: MediaSetup) -> None:
         """Raises ConfigError for options that the processor does not have."""
+        self.setup = setup
+        own = self.create_images(setup)
+        self.images, self.config, self._tokens = own, setup.config, setup.tokenize
+        options = json.dumps(own.to_dict(), sort_keys=True, default=str)
+        self.fingerprint = hashlib.sha256(f"{type(own).__name__} {options}".encode()).hexdigest()
+        self._normalisation: np.ndarray | None = None
+        if self.in_bytes and own.do_rescale and own.do_normalize:
+            rows = [[own.rescale_factor] * 3, own.image_mean, own.image_std]
+            self._normalisation = np.asarray(rows, dtype=np.float32)
+            own.do_rescale = own.do_normalize = False
+        self.placeholder_id: int = self.find_placeholder(setup)
+
+    def create_images(self, setup: MediaSetup) -> Any:
+        """Return the image processor. Raises ConfigError as the constructor."""
         # Elsewhere, older versions name a class here that refuses to work without torchvision.
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-        self.setup = setup
         given = dict(setup.processor_kwargs)
         try:
             create: Any = AutoImageProcessor.from_pretrained  # Untyped.
@@ -53,15 +66,7 @@ class ImageProcessor:
             raise ConfigError(
                 f"{OPTION}: {type(own).__name__} has no option {', '.join(unknown)}", param=OPTION
             )
-        self.images, self.config, self._tokens = own, setup.config, setup.tokenize
-        self.placeholder_id: int = self.find_placeholder(setup)
-        options = json.dumps(own.to_dict(), sort_keys=True, default=str)
-        self.fingerprint = hashlib.sha256(f"{type(own).__name__} {options}".encode()).hexdigest()
-        self._normalisation: np.ndarray | None = None
-        if self.in_bytes and own.do_rescale and own.do_normalize:
-            rows = [[own.rescale_factor] * 3, own.image_mean, own.image_std]
-            self._normalisation = np.asarray(rows, dtype=np.float32)
-            own.do_rescale = own.do_normalize = False
+        return own
 
     def lowered(self, options: Mapping[str, Any]) -> ImageProcessor:
         for name, value in options.items():
@@ -77,7 +82,7 @@ class ImageProcessor:
         """Return the server's value of an option that requests may lower."""
         own = getattr(self.images, name, None) if name in LOWERABLE else None
         if own is None and name == "max_pixels":
-            own = getattr(self.images.size, "longest_edge", None)
+            own = getattr(getattr(self.images, "size", None), "longest_edge", None)
         return own if isinstance(own, int) else None
 
     def find_placeholder(self, setup: MediaSetup) -> int:

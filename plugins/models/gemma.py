@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -10,21 +10,19 @@ from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.norm import OffsetRMSNorm
-from ...core.protocols.attention import AttentionSpec
 from .blocks import Block, SelfAttention
 from .decoder import CausalLM, Decoder, DecoderClassifier, HeadlessLM
 
 
 class GemmaAttention(SelfAttention):
-    def spec(self, hf: Any, layer: int) -> AttentionSpec:
-        """Raises ConfigError if a layer must attend to later tokens."""
-        if getattr(hf, "use_bidirectional_attention", None):
+    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
+        """Raises ConfigError if a layer must attend to later tokens, but for those of a prompt."""
+        field = "use_bidirectional_attention"
+        if getattr(config.hf_config, field, None) and not config.whole_prompts:
             raise ConfigError(
-                "use_bidirectional_attention: true is not supported, only attention to what came "
-                "before",
-                param="use_bidirectional_attention",
+                f"{field}: true is not supported, only attention to what came before", param=field
             )
-        return super().spec(hf, layer)
+        super().__init__(config, layer, build)
 
 
 class GemmaBlock(Block):

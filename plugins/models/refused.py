@@ -65,9 +65,6 @@ REFUSED = {
         "DeepseekOcr2ForConditionalGeneration", "Glm46VForConditionalGeneration",
         "PaddleOCRVLForConditionalGeneration",
     ),
-    "it reads pictures, and all tokens of a prompt see each other": (
-        "PaliGemmaForConditionalGeneration",
-    ),
     "it drafts tokens for another model": (
         "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
     ),
@@ -102,7 +99,7 @@ ELSEWHERE = (
     "DeepseekOCRForCausalLM", "DeepseekOcr2ForConditionalGeneration", "DeepseekVLV2ForCausalLM",
     "Fairseq2LlamaForCausalLM", "Glm46VForConditionalGeneration",
     "InklingForConditionalGeneration", "MiniCPMO", "MiniCPMV",
-    "PaddleOCRVLForConditionalGeneration", "PaliGemmaForConditionalGeneration",
+    "PaddleOCRVLForConditionalGeneration",
     "PanguProMoEV2ForCausalLM", "Phi3VForCausalLM", "Phi4MMForCausalLM",
     "StableLMEpochForCausalLM",
 )  # fmt: skip

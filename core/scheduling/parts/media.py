@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from ...cache.kv_manager import PrefixHits
 from ...parts.media import (
     NAME,
@@ -32,15 +34,13 @@ class Media(SchedulerPart):
 
     name = NAME
 
-    def __init__(self, services: PartServices, most_kept: int, whole_spans: bool) -> None:
+    def __init__(self, services: PartServices, most_kept: int) -> None:
         """most_kept: rows of outputs that are kept; more if one item, or one prompt that cannot be
-        split, has more, and for items that are a prompt's last token. whole_spans: the tokens of an
-        item are computed in one step."""
+        split, has more, and for items that are a prompt's last token."""
         self._block_size = services.kv.block_size
         self._budget = services.max_num_batched_tokens
         self._chunked = services.chunked
         self._most_kept = most_kept
-        self._whole_spans = whole_spans
         self._builder: PlanBuilder | None = None
         self._kept: OrderedDict[str, int] = OrderedDict()
         """Digest → rows, longest unused first."""
@@ -60,9 +60,17 @@ class Media(SchedulerPart):
         self._num_found = 0
 
     @classmethod
-    def maker(cls, most_kept: int, whole_spans: bool) -> Callable[[PartServices], Media]:
-        kind = SpanMedia if whole_spans else cls
-        return lambda services: kind(services, most_kept, whole_spans)
+    def maker(
+        cls, most_kept: int, whole_items: bool = False, whole_prompts: bool = False
+    ) -> Callable[[PartServices], Media]:
+        """whole_items, whole_prompts: their tokens are computed in one step."""
+        kind = PromptMedia if whole_prompts else SpanMedia if whole_items else cls
+        return lambda services: kind(services, most_kept)
+
+    def spans(self, request: Request) -> Iterable[tuple[int, int]]:
+        """Return where the parts of its prompt begin and end that are computed in one step each, in
+        order."""
+        return ()
 
     # ------------------------------------------------------------ rows
 
@@ -78,23 +86,21 @@ class Media(SchedulerPart):
 
     def cost(self, request: Request, hits: PrefixHits) -> int | None:
         """Return 0, or None if its first row would be empty."""
-        items = _items(request)
-        if not items:
-            return 0
-        assert self._builder is not None
         computed = hits.num_blocks * self._block_size
+        assert self._builder is not None
         end = self._least_end(request, computed)
         if end - computed > self._builder.budget:
             return None
-        reached = (item for item in items if item.start < end and item.end > computed)
+        reached = (item for item in _items(request) if item.start < end and item.end > computed)
         return 0 if all(self._is_possible(request, item) for item in reached) else None
 
     def _least_end(self, request: Request, computed: int) -> int:
         """Return where a row from there on ends at the least."""
         end = computed + 1
+        for start, stop in self.spans(request):
+            if start < end < stop:
+                end = stop
         for item in _items(request):
-            if self._whole_spans and item.start < end < item.end:
-                end = item.end
             if _is_last(request, item) and item.start == end:
                 end = item.end
         return end
@@ -106,23 +112,20 @@ class Media(SchedulerPart):
 
     def chunk_tokens(self, request: Request, count: int) -> int:
         computed = request.num_computed_tokens
-        end = computed + count
+        end = self._end_before(request, computed + count)
         for number, item in enumerate(_items(request)):
             if item.end <= computed:
                 continue
             latest = _latest_end(request, item)
             if latest >= end:
                 break
-            split = self._whole_spans and item.end > end
-            if item.start >= end or split or not self._hold(request, number, item):
+            if item.start >= end or not self._hold(request, number, item):
                 return max(0, self._end_before(request, latest) - computed)
-        return count
+        return max(0, end - computed)
 
     def _end_before(self, request: Request, end: int) -> int:
-        """Return `end`, or the start of an item that must not be split there."""
-        if not self._whole_spans:
-            return end
-        return next((item.start for item in _items(request) if item.start < end < item.end), end)
+        """Return `end`, or the start of a span that must not be split there."""
+        return next((start for start, stop in self.spans(request) if start < end < stop), end)
 
     def chunk_planned(self, request: Request) -> None:
         """Give back the outputs that the request's later rows do not need."""
@@ -263,6 +266,23 @@ class SpanMedia(Media):
     """Items whose tokens are computed together: steps are as long as they may be."""
 
     short_steps = False
+
+    def spans(self, request: Request) -> Iterable[tuple[int, int]]:
+        return ((item.start, item.end) for item in _items(request))
+
+
+class PromptMedia(SpanMedia):
+    """Prompts whose tokens are computed together, also those without items."""
+
+    def spans(self, request: Request) -> Iterable[tuple[int, int]]:
+        return ((0, request.num_prompt_tokens),)
+
+    def look_at(self, request: Request) -> int | None:
+        return 0 if request.num_computed_tokens < request.num_prompt_tokens else None
+
+    def start_part(self, request: Request) -> SlotMedia:
+        placed = super().start_part(request) or SlotMedia(())
+        return msgspec.structs.replace(placed, prompt_span=request.num_prompt_tokens)
 
 
 def _items(request: Request) -> tuple[MediaItem, ...] | list[MediaItem]:

@@ -52,7 +52,7 @@ class MediaStart(PartStart):
         )  # fmt: skip
 
 
-SPANS = "the tokens of a picture of this model see each other"
+SPANS = "tokens of prompts of this model see each other"
 
 
 def _check_span_options(config: EngineConfig) -> None:
@@ -90,11 +90,12 @@ class NoEncoder:
 class _Slot:
     """Items of a slot's request that its rows have not passed."""
 
-    def __init__(self, items: Sequence[PlacedItem], computed: int) -> None:
-        self.items = items
+    def __init__(self, media: SlotMedia, computed: int) -> None:
+        self.items = media.items
         self.computed = computed
         """Tokens of plans so far."""
-        self.end = items[-1].end
+        self.prompt_span = media.prompt_span
+        self.end = max(self.prompt_span, *(item.end for item in media.items[-1:]), 0)
         self.axes: np.ndarray | None = None
         """[3, prompt] positions of a model that rotates by place."""
 
@@ -141,7 +142,7 @@ class Media(WorkerPart):
         media: SlotMedia | None = start.parts.get(NAME)
         if media is None:
             return
-        slot = _Slot(media.items, start.num_computed_tokens)
+        slot = _Slot(media, start.num_computed_tokens)
         if self._deltas is not None:
             slot.axes, delta = self._encoder.positions(media.items, start.num_prompt_tokens)
             if delta:
@@ -228,6 +229,9 @@ class Media(WorkerPart):
             if slot is not None:
                 begin = slot.computed
                 slot.computed = end = begin + count
+                if begin < slot.prompt_span:
+                    assert end >= slot.prompt_span, "the tokens of a prompt are computed together"
+                    self._spans.append(Span(row, first, begin, slot.prompt_span))
                 for item in slot.items:
                     if item.start < end and begin < item.end:
                         self._take(row, item, begin, end, first, tokens, vectors)
@@ -270,7 +274,7 @@ class Media(WorkerPart):
             if start < stop:
                 tokens.append(np.arange(first + start - begin, first + stop - begin))
                 skipped = at + start - item.start - offset
-                if self._kind is not None:
+                if self._kind in (Spans.ALL, Spans.WINDOWED):
                     span_end = item.start + offset + count
                     assert stop == span_end, "the tokens of a span are computed together"
                     self._spans.append(Span(row, first + start - begin, start, span_end))
@@ -302,7 +306,7 @@ class Media(WorkerPart):
         return positions.expand(3, -1).index_copy(1, tokens, axes)
 
     def recordable(self, plan: StepPlan) -> bool:
-        return self._rows is None and self._axes is None and not self._failed
+        return not (self._rows or self._axes or self._spans or self._failed)
 
     def after(self, part: PartPlan | None, step: LaunchedStep) -> Report | None:
         step.failed.update(self._failed)

@@ -37,7 +37,7 @@ def parts_for(
     num_snapshots: int | None = None,
     max_source_tokens: int = 0,
     adapters: tuple[AdapterRoom, int, int] | None = None,
-    media: tuple[int, bool] | None = None,
+    media: tuple[Any, ...] | None = None,
 ) -> list[PartMaker]:
     """The parts of these capabilities, in an engine's order."""
     parts: list[PartMaker] = []

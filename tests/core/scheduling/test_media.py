@@ -18,6 +18,7 @@ from jackfield.core.parts.media import (
     PlacedItem,
     RequestMedia,
     late_extras,
+    prompt_extra,
 )
 from jackfield.core.request import Request
 from jackfield.core.scheduling.parts.media import Media
@@ -57,6 +58,7 @@ class MediaWorker(ReplayingWorker):
     """Also keeps the outputs of the encoder."""
 
     whole_spans = False
+    most_kept = MOST_KEPT
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -77,7 +79,7 @@ class MediaWorker(ReplayingWorker):
         new = sum(item.num_rows for item in part.encode)
         assert new <= self.budget or len(part.encode) == 1, "encodes too much at once"
         kept = [count for count in self.outputs.values() if count > 1]  # Others may be last tokens.
-        assert sum(kept) <= MOST_KEPT or len(kept) == 1, "keeps too much"
+        assert sum(kept) <= self.most_kept or len(kept) == 1, "keeps too much"
         for start in plan.starts:
             sent = start.parts.get(NAME)
             self.items[start.slot] = () if sent is None else sent.items
@@ -158,7 +160,38 @@ class SpanMachine(MediaMachine):
     kinds = 5
 
 
-MACHINES = (MediaMachine, MediaConnectorMachine, MediaDraftMachine, SpanMachine)
+class PromptWorker(MediaWorker):
+    most_kept = 4 * 24
+    """What the prompts of four slots may need at once."""
+
+    def run(self, plan: StepPlan, *args: Any, **more: Any) -> Any:
+        """Check that a prompt's tokens, or what no prefix hit has, are computed together."""
+        for start in plan.starts:
+            count = plan.num_tokens[plan.slots.index(start.slot)]
+            sent = start.parts[NAME]
+            assert sent.prompt_span == start.num_prompt_tokens
+            assert start.num_computed_tokens + count >= sent.prompt_span, "a prompt is split"
+        return super().run(plan, *args, **more)
+
+
+class PromptMachine(MediaMachine):
+    """The tokens of a prompt are computed together, also those of a preempted request."""
+
+    worker_class = PromptWorker
+    media = (MOST_KEPT, False, True)
+    enable_chunked_prefill = False
+    budget = 24
+
+    def prepare(self, request: Request) -> Any:
+        super().prepare(request)
+        media = request.parts.get(NAME)
+        items = () if media is None else media.items
+        extra = prompt_extra(request.prompt_token_ids, items)
+        request.late_extra = (extra, *request.late_extra)
+        return whose(request)
+
+
+MACHINES = (MediaMachine, MediaConnectorMachine, MediaDraftMachine, SpanMachine, PromptMachine)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -181,7 +214,8 @@ def test_many_random_steps(machine: type[PriorityMachine]) -> None:
     run_machine(Counting, NIGHTLY_STEPS)
     assert encoded, "the machine encodes nothing"
     # Of items that are computed together, only a prefix hit computes a part.
-    assert parts or machine is SpanMachine, "no chunk or prefix hit ends inside an item"
+    whole = (SpanMachine, PromptMachine)
+    assert parts or machine in whole, "no chunk or prefix hit ends inside an item"
 
 
 # ---------------------------------------------------------------- one thing at a time

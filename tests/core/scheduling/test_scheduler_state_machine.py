@@ -427,7 +427,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     max_source_tokens = 0
     num_stages = 1
     adapters: tuple[AdapterRoom, int, int] | None = None
-    media: tuple[int, bool] | None = None
+    media: tuple[Any, ...] | None = None
     most_in_flight = 2
     max_num_seqs, budget, max_model_len, num_blocks, block_size = 4, 16, 40, 14, 4
 

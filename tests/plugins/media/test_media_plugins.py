@@ -16,8 +16,8 @@ from jackfield.core.errors import InvalidRequest, JackfieldError
 from jackfield.core.hooks import API_VERSION, hookimpl
 from jackfield.core.protocols.media import MediaSetup
 from jackfield.core.registry import load_plugins
+from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.plugins.conformance.media import MediaModelKit
-from jackfield.plugins.media.llama4 import Llama4
 from jackfield.plugins.media.llava import Llava
 
 LLAMA4 = "Llama4ForConditionalGeneration"
@@ -114,21 +114,35 @@ async def test_an_item_that_cannot_be_encoded_costs_its_request_alone(folder: Pa
         assert engine.healthy
 
 
-@pytest.mark.parametrize(
-    ("width", "height", "tokens"),
-    [(224, 224, 147), (640, 480, 727), (1280, 720, 1887), (1920, 1080, 2322), (400, 3000, 2467)],
-)
-def test_llama_4_takes_the_canvas_that_transformers_takes(
-    width: int, height: int, tokens: int, tmp_path: Path
+UNITS: dict[str, dict[tuple[int, int], int]] = {
+    "Cohere2VisionForConditionalGeneration": {
+        (224, 224): 259, (640, 480): 773, (1280, 720): 1801, (1920, 1080): 3343, (400, 3000): 1801,
+    },
+    "Lfm2VlForConditionalGeneration": {
+        (224, 224): 66, (640, 480): 236, (1280, 720): 769, (1920, 1080): 2311,
+    },
+    LLAMA4: {
+        (224, 224): 147, (640, 480): 727, (1280, 720): 1887, (1920, 1080): 2322, (400, 3000): 2467,
+    },
+}  # fmt: skip
+"""Tokens by a picture's width and height, as measured with torchvision, by default options."""
+
+
+@pytest.mark.parametrize("architecture", UNITS)
+def test_own_image_processors_cut_pictures_as_those_of_transformers(
+    architecture: str, tmp_path: Path
 ) -> None:
-    """Numbers of tokens measured with torchvision, of 16 tiles of 336 pixels."""
-    vision = {"image_size": 336, "patch_size": 14}
-    own = FAMILIES[LLAMA4].config["vision_config"] | vision
-    config = save(LLAMA4, tmp_path, vision_config=own).config
+    config = save(architecture, tmp_path).config
+    if architecture == LLAMA4:
+        config.vision_config.image_size, config.vision_config.patch_size = 336, 14
     (tmp_path / "preprocessor_config.json").write_text("{}")
-    ids = {token: 300 + number for number, token in enumerate(FAMILIES[LLAMA4].specials)}
-    processor = Llama4.processor(MediaSetup(tmp_path, config, tokenize=lambda text: [ids[text]]))
-    assert len(processor.image(picture(1, width, height)).token_ids) == tokens  # type: ignore[attr-defined]
+    tokenizer = Tokenizer.load(str(tmp_path))
+    setup = MediaSetup(
+        tmp_path, config, tokenize=lambda text: tokenizer.encode(text, add_special_tokens=False)
+    )
+    processor = load_plugins()["media_model"].load(architecture).processor(setup, "image")
+    for (width, height), count in UNITS[architecture].items():
+        assert len(processor.image(picture(1, width, height)).token_ids) == count
 
 
 async def test_a_request_may_lower_options_of_the_processor(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""What image processors of `transformers` do that take torchvision, by Pillow and numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ...core.errors import ConfigError
+from ...core.loading.json_file import read_object
+from ...core.protocols.media import MediaSetup
+from .derived import DerivedProcessor
+from .processor import OPTION, ImageProcessor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FILES = ("preprocessor_config.json", "processor_config.json")
+COMMON: dict[str, Any] = {
+    "resample": 2, "rescale_factor": 1 / 255, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+}  # fmt: skip
+
+
+class PillowImages:
+    """An image processor of a family, with its options as attributes."""
+
+    defaults: ClassVar[Mapping[str, Any]]
+    """Its own options."""
+    do_rescale = do_normalize = True
+
+    def __init__(self, setup: MediaSetup) -> None:
+        """Raises ConfigError for options that it does not have."""
+        defaults, given = COMMON | dict(self.defaults), setup.processor_kwargs
+        if unknown := sorted(given.keys() - defaults.keys()):
+            name = type(self).__name__
+            raise ConfigError(f"{OPTION}: {name} has no option {', '.join(unknown)}", param=OPTION)
+        stated: dict[str, Any] = {}
+        for name in FILES:
+            if (setup.folder / name).is_file():
+                read = read_object(setup.folder / name)
+                stated |= read.get("image_processor", read)
+        stated |= given
+        self.options = {name: stated.get(name, value) for name, value in defaults.items()}
+        vars(self).update(self.options)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.options
+
+    def __call__(self, images: Sequence[Image], return_tensors: str) -> dict[str, Any]:
+        [image] = images
+        return self.tensors(image)
+
+    def tensors(self, image: Image) -> dict[str, Any]:
+        """Return a picture's tensors, with pixels in bytes."""
+        raise NotImplementedError
+
+    def resized(self, image: Image, height: int, width: int) -> np.ndarray:
+        """Return a picture's pixels in another size, [height, width, 3]."""
+        return np.asarray(image.resize((width, height), self.options["resample"]))
+
+
+class PillowProcessor(ImageProcessor):
+    in_bytes = True
+    images_class: ClassVar[type[PillowImages]]
+
+    def create_images(self, setup: MediaSetup) -> Any:
+        return self.images_class(setup)
+
+
+class DerivedPillowProcessor(PillowProcessor, DerivedProcessor):
+    """The processor of `transformers` writes what stands for a picture."""
+
+    text_options: ClassVar[Mapping[str, Any]] = {}
+
+    def written(self, image: Image) -> tuple[Mapping[str, Any], str]:
+        made = self.tensors(image)
+        return made, self._writer.replace_image_token(made, 0, **self.text_options)
+
+
+def cut(pixels: np.ndarray, side: int) -> np.ndarray:
+    """Return the tiles of a picture, line by line: [height, width, 3] → [n, side, side, 3]."""
+    rows, columns = pixels.shape[0] // side, pixels.shape[1] // side
+    grid = pixels.reshape(rows, side, columns, side, 3).swapaxes(1, 2)
+    return grid.reshape(rows * columns, side, side, 3)
+
+
+def closest_grid(
+    grids: Sequence[tuple[int, int]], width: int, height: int, side: int
+) -> tuple[int, int]:
+    """Return the (columns, rows) whose shape is closest to a picture's; of several the first one,
+    or the last one of less than twice the picture's area."""
+    best, least = (1, 1), float("inf")
+    for columns, rows in grids:
+        distance = abs(width / height - columns / rows)
+        larger = width * height > 0.5 * side * side * columns * rows
+        if distance < least or (distance == least and larger):
+            best, least = (columns, rows), distance
+    return best
