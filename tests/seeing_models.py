@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -218,6 +219,36 @@ def llama4_generate(own: Any, **inputs: Any) -> torch.Tensor:
     return torch.cat([ids, out], dim=1)
 
 
+def minicpmv_reference(folder: Path) -> Any:
+    """`MiniCPMV4_6Processor`, of which the part for videos takes torchvision."""
+    images, tokenizer = parts_of(folder)
+    videos = SimpleNamespace(slice_mode=False, downsample_mode="16x")
+
+    class Processor(transformers.MiniCPMV4_6Processor):
+        def check_argument_for_proper_class(self, name: str, argument: Any) -> None: ...
+
+    processor: Any = Processor(images, videos, tokenizer)
+
+    def process(images: Any, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        made = processor(images=images, text=text, return_tensors=return_tensors)
+        return {name: value for name, value in made.items() if name not in (*UNUSED, "grids")}
+
+    return process
+
+
+def ocr_reference(folder: Path) -> Any:
+    """`DeepseekOcr2Processor`, which leaves out tiles where no picture has any."""
+    processor: Any = transformers.DeepseekOcr2Processor(*parts_of(folder))
+
+    def process(images: Any, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        made = dict(processor(images=images, text=text, return_tensors=return_tensors))
+        if "pixel_values_local" not in made:
+            made.pop("num_local_patches", None)
+        return made
+
+    return process
+
+
 def paligemma_reference(folder: Path) -> Any:
     """`PaliGemmaProcessor`, and for texts alone what it says of their tokens."""
     processor: Any = transformers.PaliGemmaProcessor(*parts_of(folder))
@@ -232,6 +263,7 @@ def paligemma_reference(folder: Path) -> Any:
     return process
 
 
+OCR = "DeepseekOcr2ForConditionalGeneration"
 UNUSED = (
     "num_patches", "rows", "cols", "batch_num_images", "num_crops", "num_soft_tokens_per_image",
 )  # fmt: skip
@@ -567,6 +599,75 @@ FAMILIES: dict[str, Family] = {
         ),
         "<image>", by_ours,
     ),
+    OCR: Family(
+        {
+            "text_config": {
+                **TEXT, "model_type": "deepseek_ocr2_text", "n_routed_experts": 4,
+                "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32,
+                "mlp_layer_types": ["dense", "sparse", "sparse"], "max_position_embeddings": 1024,
+            },
+            "vision_config": {
+                "sam_config": {
+                    "hidden_size": 16, "output_channels": 16, "num_hidden_layers": 1,
+                    "num_attention_heads": 2, "global_attn_indexes": [],
+                    "downsample_channels": [16, 32], "initializer_range": 0.2,
+                },
+                "encoder_config": {
+                    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2,
+                },
+            },
+            "image_token_id": 300,
+        },
+        "DeepseekOcr2ImageProcessorPil", {}, ("<image>",), "<image>", ocr_reference,
+        {"image_token": "<image>"},
+    ),
+    "Kimi_K25ForConditionalGeneration": Family(
+        {
+            "text_config": {
+                **TEXT, "model_type": "deepseek_v3", "q_lora_rank": 24, "kv_lora_rank": 16,
+                "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
+                "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_routed_experts": 4,
+                "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+                "moe_intermediate_size": 32, "head_dim": 8,
+            },
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                "num_attention_heads": 4, "patch_size": 8, "pos_emb_height": 8, "pos_emb_width": 8,
+            },
+            "image_token_id": 300, "video_token_id": 301, "vision_start_token_id": 302,
+            "vision_end_token_id": 303, "projection_hidden_size": 32,
+        },
+        "", {"patch_size": 8, "max_patches": 40},
+        ("<|media_pad|>", "<|kimi_k25_video_placeholder|>", "<|media_begin|>", "<|media_end|>"),
+        "<|media_pad|>", by_ours,
+    ),
+    "MiniCPMV4_6ForConditionalGeneration": Family(
+        {
+            "text_config": {
+                **TEXT, "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 32,
+                "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+                "linear_value_head_dim": 16,
+            },
+            "vision_config": {
+                **TOWER, "num_hidden_layers": 3, "insert_layer_id": 1, "image_size": 64,
+            },
+            "insert_layer_id": 1, "image_token_id": 300, "video_token_id": 301, "image_size": 64,
+        },
+        "MiniCPMV4_6ImageProcessorPil",
+        {"patch_size": 8, "scale_resolution": 64, "max_slice_nums": 4},
+        (
+            "<image_pad>", "<video_pad>", "<image>", "</image>", "<slice>", "</slice>",
+            "<image_id>", "</image_id>",
+        ),
+        "<image_pad>", minicpmv_reference,
+        {
+            "image_token": "<image_pad>", "video_token": "<video_pad>",
+            "image_start_token": "<image>", "image_end_token": "</image>",
+            "slice_start_token": "<slice>", "slice_end_token": "</slice>",
+            "image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>",
+        },
+    ),
     "LightOnOcrForConditionalGeneration": Family(
         {
             "text_config": {**TEXT, "model_type": "qwen3"},
@@ -693,6 +794,8 @@ def save(architecture: str, folder: Path, **changes: Any) -> Any:
         model.set_attn_implementation("eager")  # Others ignore soft caps.
     randomize(model)
     model.save_pretrained(folder)
+    if architecture == "Kimi_K25ForConditionalGeneration":
+        respell(folder / "model.safetensors")
     template = TEMPLATE.replace("PICTURE", family.written)
     tokenizer_with(family.specials, template, family.names).save_pretrained(folder)
     if architecture == "Llama4ForConditionalGeneration":
@@ -704,6 +807,16 @@ def save(architecture: str, folder: Path, **changes: Any) -> Any:
     if hasattr(processor := family.reference(folder), "save_pretrained"):
         processor.save_pretrained(folder)
     return model
+
+
+def respell(file: Path) -> None:
+    """Give a text part's layers the name that published checkpoints have: `transformers` writes
+    that of the tower's."""
+    tensors = {
+        name.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, {"format": "pt"})
 
 
 def randomize(model: Any) -> None:

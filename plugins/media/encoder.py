@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -30,13 +31,20 @@ class EncoderWeights(WeightMap):
     """Names of parameters."""
     renamed_parts: Mapping[str, str] = field(default_factory=dict)
     """Part of a name in some checkpoints → part here."""
+    original_names: Sequence[tuple[str, str]] = ()
+    """Patterns in the names of checkpoints in the form in which they were published, and what
+    stands there here: one after the other."""
 
     def own(self, name: str) -> str | None:
         for prefix in PREFIXES:
             if not name.startswith(prefix):
                 continue
             own = name.removeprefix(prefix)
-            for changed in (own, *(own.replace(o, n) for o, n in self.renamed_parts.items())):
+            renamed = own
+            for pattern, replacement in self.original_names:
+                renamed = re.sub(pattern, replacement, renamed)
+            parts = (own.replace(o, n) for o, n in self.renamed_parts.items())
+            for changed in (own, *parts, renamed):
                 if f"hf.{changed}" in self.found:
                     return f"hf.{changed}"
         return None
@@ -50,6 +58,7 @@ class TransformersEncoder(nn.Module):
     text_modules: ClassVar[tuple[str, ...]] = ("language_model", "text_model")
     """Parts of the whole model that are not used."""
     renamed_parts: ClassVar[Mapping[str, str]] = {".vision_model.": "."}
+    original_names: ClassVar[Sequence[tuple[str, str]]] = ()
     channels: ClassVar[tuple[int, ...]] = (3, 1, 1)
     """What pixels' last dimensions are, with 1 for all but that of the channels."""
 
@@ -75,7 +84,9 @@ class TransformersEncoder(nn.Module):
                 allocate(module, build)
         self.hf = whole
         names = frozenset(name for name, _ in self.named_parameters())
-        self.weight_map: WeightMap = EncoderWeights(found=names, renamed_parts=self.renamed_parts)
+        self.weight_map: WeightMap = EncoderWeights(
+            found=names, renamed_parts=self.renamed_parts, original_names=self.original_names
+        )
         self.dtype = build.dtype
 
     @classmethod

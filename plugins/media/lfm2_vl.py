@@ -102,7 +102,8 @@ class Lfm2VlEncoder(TransformersEncoder):
     channels = (3,)
 
     def normalised(self, pixels: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
-        return super().normalised(pixels.unflatten(-1, (-1, 3)), parameters).flatten(-2)
+        by_pixel = pixels.view(*pixels.shape[:-1], -1, 3)
+        return super().normalised(by_pixel, parameters).flatten(-2)
 
 
 class Lfm2Vl(Derived):

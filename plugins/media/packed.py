@@ -45,7 +45,7 @@ class PackedAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         **others: Any,
     ) -> torch.Tensor:
-        heads = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
+        heads = self.heads(hidden_states)
         half = heads.shape[-1] // 2
         cos_sin = torch.cat([part[:, :half] for part in position_embeddings], dim=-1).float()
         turning = heads[:, :2].flatten(1, 2)
@@ -61,6 +61,12 @@ class PackedAttention(nn.Module):
         )
         projected: torch.Tensor = self.proj(out.flatten(1))
         return projected
+
+    def heads(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return queries, keys and values, [tokens, 3, num_heads, head_dim]; what turns together is
+        half a head apart."""
+        heads: torch.Tensor = self.qkv(hidden_states)
+        return heads.view(len(hidden_states), 3, self.num_heads, -1)
 
 
 class PackedPatches(nn.Module):
@@ -84,7 +90,11 @@ class PackedNorm(nn.Module):
         return self._operations.rms_norm(hidden_states, Norm(self.weight, self._eps))
 
 
-def pack(tower: nn.Module, operations: Operations) -> None:
+def pack(
+    tower: nn.Module,
+    operations: Operations,
+    attention: type[PackedAttention] = PackedAttention,
+) -> None:
     """Put these parts in the place of a tower's own, which must be one of Qwen's kind."""
     lengths = Lengths()
     for parent in list(tower.modules()):
@@ -93,7 +103,7 @@ def pack(tower: nn.Module, operations: Operations) -> None:
                 continue
             kind = type(own).__name__
             if kind.endswith("VisionAttention") and hasattr(own, "qkv"):
-                setattr(parent, name, PackedAttention(own, lengths, operations))
+                setattr(parent, name, attention(own, lengths, operations))
             elif isinstance(getattr(own, "proj", None), nn.Conv3d):
                 setattr(parent, name, PackedPatches(own))
             elif kind.endswith("RMSNorm"):

@@ -47,7 +47,8 @@ ARCHITECTURES = {
         "YoutuForCausalLM",
     ),
     "deepseek_moe": (
-        "DeepseekForCausalLM", "Dots1ForCausalLM", "Glm4MoeForCausalLM", "SolarOpenForCausalLM",
+        "DeepseekForCausalLM", "DeepseekOcr2TextForCausalLM", "Dots1ForCausalLM",
+        "Glm4MoeForCausalLM", "SolarOpenForCausalLM",
     ),
     "dory": ("DoryForCausalLM",),
     "ernie_moe": ("Ernie4_5_MoeForCausalLM",),

@@ -99,6 +99,20 @@ class DeepseekForCausalLM(DeepseekMoeForCausalLM):
         return RoutingRule(hf.num_experts_per_tok, renormalize=bool(hf.norm_topk_prob))
 
 
+class DeepseekOcr2TextForCausalLM(DeepseekForCausalLM):
+    """The text part of DeepSeek-OCR 2."""
+
+    @staticmethod
+    def rule(hf: Any) -> RoutingRule:
+        grouped = hf.topk_method == "group_limited_greedy"
+        return RoutingRule(
+            hf.num_experts_per_tok,
+            groups=hf.n_group if grouped else 1,
+            top_groups=hf.topk_group if grouped else 1,
+            factor=hf.routed_scaling_factor,
+        )
+
+
 class Glm4MoeAttention(SelfAttention):
     """Attention with optional norms on each head's queries and keys."""
 

@@ -62,8 +62,7 @@ REFUSED = {
         "Phi3VForCausalLM", "Phi4MMForCausalLM",
     ),
     "it reads pictures, and neither these nor its text part are served yet": (
-        "DeepseekOcr2ForConditionalGeneration", "Glm46VForConditionalGeneration",
-        "PaddleOCRVLForConditionalGeneration",
+        "Glm46VForConditionalGeneration", "PaddleOCRVLForConditionalGeneration",
     ),
     "it drafts tokens for another model": (
         "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
@@ -96,7 +95,7 @@ REFUSED = {
 """Reason, as one clause → names. Others run on transformers' modules (`plugins/models/fallback/`),
 if possible."""
 ELSEWHERE = (
-    "DeepseekOCRForCausalLM", "DeepseekOcr2ForConditionalGeneration", "DeepseekVLV2ForCausalLM",
+    "DeepseekOCRForCausalLM", "DeepseekVLV2ForCausalLM",
     "Fairseq2LlamaForCausalLM", "Glm46VForConditionalGeneration",
     "InklingForConditionalGeneration", "MiniCPMO", "MiniCPMV",
     "PaddleOCRVLForConditionalGeneration",

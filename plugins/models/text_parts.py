@@ -30,6 +30,7 @@ BY_TYPE = (
 """Served by the architecture or type that the text configuration states."""
 TEXT_PARTS = {
     **dict.fromkeys(BY_TYPE, ""),
+    "DeepseekOcr2ForConditionalGeneration": "DeepseekOcr2TextForCausalLM",
     "Glm4vForConditionalGeneration": "Glm4ForCausalLM",
     "GlmOcrForConditionalGeneration": "GlmOcrTextForCausalLM",
     "Glm4vMoeForConditionalGeneration": "Glm4MoeForCausalLM",

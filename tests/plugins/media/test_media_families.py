@@ -34,10 +34,9 @@ CHUNKS = {
 PROMPTS = ("PaliGemmaForConditionalGeneration",)
 """Of models whose prompts are found whole or not at all."""
 STATES = (
-    "Lfm2VlForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-)
+    "Lfm2VlForConditionalGeneration", "MiniCPMV4_6ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
+)  # fmt: skip
 """Of models with states, of which a few are kept: a hit ends at one of these."""
 
 
@@ -55,6 +54,8 @@ class Item(NamedTuple):
     height: int = 72
 
     def of(self, architecture: str) -> Any:
+        if architecture == seeing_models.OCR:  # Whose tiles are large; the tallest have some.
+            return picture(self.seed, 8 * self.width, 8 * self.height)
         family = hearing_models.FAMILIES.get(architecture)
         if family is not None:
             height = TALLEST if family.same_length else self.height
@@ -93,7 +94,17 @@ class Made(NamedTuple):
         return [item.of(architecture(self)) for item in case.items]
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+SLOW = (seeing_models.OCR,)
+"""Whose pictures are long: the kit alone tests them by day."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in sorted(FAMILIES)
+    ],
+)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("family")
     hears = request.param in hearing_models.FAMILIES
@@ -129,6 +140,10 @@ def engine_of(made: Made, **options: Any) -> AsyncEngine:
         "block_size": 4, "max_model_len": 400, "max_num_seqs": 4,
         "num_gpu_blocks_override": 400,
     }  # fmt: skip
+    if architecture(made) == seeing_models.OCR:
+        defaults |= {
+            "max_num_batched_tokens": 100, "max_model_len": 900, "num_gpu_blocks_override": 900,
+        }  # fmt: skip
     return AsyncEngine(
         EngineConfig(
             model=str(made.folder), dtype="float32", **{"device": "cpu", **defaults, **options}

@@ -118,6 +118,9 @@ UNITS: dict[str, dict[tuple[int, int], int]] = {
     "Cohere2VisionForConditionalGeneration": {
         (224, 224): 259, (640, 480): 773, (1280, 720): 1801, (1920, 1080): 3343, (400, 3000): 1801,
     },
+    "Kimi_K25ForConditionalGeneration": {
+        (224, 224): 64, (640, 480): 414, (1280, 720): 1196, (1920, 1080): 2691, (400, 3000): 1620,
+    },
     "Lfm2VlForConditionalGeneration": {
         (224, 224): 66, (640, 480): 236, (1280, 720): 769, (1920, 1080): 2311,
     },
