@@ -53,6 +53,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         VISION,
     ),
+    "DeepseekOcr2ForConditionalGeneration": (
+        TEXT | EXPERTS | {
+            "n_routed_experts": 4, "n_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"],
+            "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+        },
+        {
+            "sam_config": {
+                "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "output_channels": 16, "downsample_channels": [16, 32],
+            },
+            "encoder_config": VISION | {"hidden_size": 32, "num_key_value_heads": 2},
+        },
+    ),
     "Glm4vForConditionalGeneration": (TEXT | GLM_ROPE, QWEN_VISION),
     "Glm4vMoeForConditionalGeneration": (
         TEXT | GLM_ROPE | EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1}, QWEN_VISION
