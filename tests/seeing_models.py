@@ -168,6 +168,40 @@ def by_ours(folder: Path) -> Any:
     return process
 
 
+def phi4_reference(folder: Path) -> Any:
+    """As `by_ours`, with all that the whole model takes."""
+    from jackfield.core.protocols.media import MediaSetup
+    from jackfield.plugins.media.phi4_multimodal import MASK, Phi4MultimodalProcessor
+
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    ours = Phi4MultimodalProcessor(MediaSetup(folder, config))
+
+    def process(images: Any, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        first, *others = text.split("<|endoftext10|>")
+        tokens = list(tokenizer(first)["input_ids"])
+        pixels, masks, sizes = [], [], []
+        for image, words in zip(images or (), others, strict=True):
+            item = ours.image(image)
+            tiles = torch.from_numpy(item.tensors["pixel_values"]) / 255 * 2 - 1
+            assert len(tiles) == 1, "the tile is the canvas"
+            pixels.append(torch.cat([tiles, tiles]))
+            mask = torch.from_numpy(item.tensors[MASK])[None]
+            masks.append(torch.cat([torch.ones_like(mask), mask]))
+            sizes.append([448, 448])
+            tokens += [*item.token_ids, *tokenizer(words)["input_ids"]]
+        ids = torch.tensor([tokens])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if not pixels:
+            return inputs
+        return {
+            **inputs, "image_pixel_values": torch.stack(pixels),
+            "image_attention_mask": torch.stack(masks), "image_sizes": torch.tensor(sizes),
+        }  # fmt: skip
+
+    return process
+
+
 def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Join along the first dimension what may differ in the second."""
     if tensors[0].dim() < 2:
@@ -264,6 +298,7 @@ def paligemma_reference(folder: Path) -> Any:
 
 
 OCR = "DeepseekOcr2ForConditionalGeneration"
+PHI = "Phi4MultimodalForCausalLM"
 UNUSED = (
     "num_patches", "rows", "cols", "batch_num_images", "num_crops", "num_soft_tokens_per_image",
 )  # fmt: skip
@@ -621,6 +656,18 @@ FAMILIES: dict[str, Family] = {
         },
         "DeepseekOcr2ImageProcessorPil", {}, ("<image>",), "<image>", ocr_reference,
         {"image_token": "<image>"},
+    ),
+    PHI: Family(
+        {
+            **{name: size for name, size in TEXT.items() if name != "head_dim"},
+            "max_position_embeddings": 2048, "original_max_position_embeddings": 2048,
+            "vision_config": {
+                **TOWER, "image_size": 448, "patch_size": 14, "num_hidden_layers": 3,
+                "image_token_id": 300,
+            },
+            "audio_config": {"hidden_size": 32, "num_blocks": 1, "audio_token_id": 301},
+        },
+        "", {}, ("<|endoftext10|>", "<|endoftext11|>"), "<|endoftext10|>", phi4_reference,
     ),
     "Kimi_K25ForConditionalGeneration": Family(
         {

@@ -10,7 +10,7 @@ import torch
 
 from .derived import Derived
 from .encoder import TransformersEncoder
-from .pillow import DerivedPillowProcessor, PillowImages, closest_grid, cut
+from .pillow import DerivedPillowProcessor, PillowImages, closest_grid, cut, grids
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -68,16 +68,7 @@ class Lfm2VlImages(PillowImages):
         least, most = options["min_tiles"], options["max_tiles"]
         if not options["do_image_splitting"] or most == 1 or math.prod(sides) <= bound:
             return 1, 1
-        grids = {
-            (columns, rows)
-            for count in range(least, most + 1)
-            for columns in range(1, count + 1)
-            for rows in range(1, count + 1)
-            if least <= columns * rows <= most
-        }
-        # Of one area they stay in the set's order, as theirs do.
-        by_area = sorted(grids, key=lambda grid: grid[0] * grid[1])
-        return closest_grid(by_area, *image.size, options["tile_size"])
+        return closest_grid(grids(least, most), *image.size, options["tile_size"])
 
     @property
     def _unit(self) -> int:

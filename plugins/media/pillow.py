@@ -85,6 +85,19 @@ def cut(pixels: np.ndarray, side: int) -> np.ndarray:
     return grid.reshape(rows * columns, side, side, 3)
 
 
+def grids(least: int, most: int) -> list[tuple[int, int]]:
+    """Return all (columns, rows) of so many tiles, the smallest first."""
+    found = {
+        (columns, rows)
+        for count in range(least, most + 1)
+        for columns in range(1, count + 1)
+        for rows in range(1, count + 1)
+        if least <= columns * rows <= most
+    }
+    # Those of one size stay in the set's order, as in `transformers`.
+    return sorted(found, key=lambda grid: grid[0] * grid[1])
+
+
 def closest_grid(
     grids: Sequence[tuple[int, int]], width: int, height: int, side: int
 ) -> tuple[int, int]:

@@ -52,7 +52,6 @@ REFUSED = {
         "MiniMaxM3VLForCausalLM", "MllamaForCausalLM", "MoshiForCausalLM",
         "MossTranscribeDiarizeForConditionalGeneration", "MusicFlamingoForConditionalGeneration",
         "Nemotron3_5TranscribeForConditionalGeneration", "OmniASRForConditionalGeneration",
-        "Phi4MultimodalForCausalLM",
         "SeamlessM4TForTextToText", "SeamlessM4Tv2ForTextToText",
         "T5Gemma2ForConditionalGeneration", "VibeVoiceAsrForConditionalGeneration",
         "VoxtralRealtimeForConditionalGeneration",

@@ -39,6 +39,7 @@ TEXT_PARTS = {
         "DeepseekV3ForCausalLM",
     ),
     "MiniMaxM3SparseForConditionalGeneration": "MiniMaxM3SparseForCausalLM",
+    "Phi4MultimodalForCausalLM": "Phi3ForCausalLM",
     "Qwen2VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen2_5OmniForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen2_5OmniModel": "Qwen2ForCausalLM",

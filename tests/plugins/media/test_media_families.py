@@ -94,7 +94,7 @@ class Made(NamedTuple):
         return [item.of(architecture(self)) for item in case.items]
 
 
-SLOW = (seeing_models.OCR,)
+SLOW = (seeing_models.OCR, seeing_models.PHI)
 """Whose pictures are long: the kit alone tests them by day."""
 
 
@@ -140,9 +140,9 @@ def engine_of(made: Made, **options: Any) -> AsyncEngine:
         "block_size": 4, "max_model_len": 400, "max_num_seqs": 4,
         "num_gpu_blocks_override": 400,
     }  # fmt: skip
-    if architecture(made) == seeing_models.OCR:
+    if architecture(made) in SLOW:
         defaults |= {
-            "max_num_batched_tokens": 100, "max_model_len": 900, "num_gpu_blocks_override": 900,
+            "max_num_batched_tokens": 100, "max_model_len": 1300, "num_gpu_blocks_override": 900,
         }  # fmt: skip
     return AsyncEngine(
         EngineConfig(
