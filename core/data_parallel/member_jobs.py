@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,10 +22,18 @@ from ..live.engine_jobs import (
     ReadFiles,
     RollBack,
 )
-from ..lora_request import AdapterCard, AdapterJob, FindAdapter, LoadAdapter, UnloadAdapter
+from ..lora_request import (
+    AdapterCard,
+    AdapterJob,
+    FindAdapter,
+    ListAdapters,
+    LoadAdapter,
+    UnloadAdapter,
+)
 from .member import Member, MemberProcess
 
 logger = logging.getLogger("jackfield.member")
+T = TypeVar("T")
 
 
 def merged_cards(cards: Iterable[AdapterCard]) -> list[AdapterCard]:
@@ -62,6 +70,11 @@ class MemberJobs:
         }
         """Owner and name → how what has been loaded by name is loaded again."""
         self._adapter_jobs = asyncio.Lock()
+        """Of what changes adapters, one at a time."""
+        self._coming: tuple[str, str] | None = None
+        """Owner and name of a new adapter that some members have, and others not yet."""
+        self._tasks: set[asyncio.Future[Any]] = set()
+        """Changes in progress."""
         self._files: ReadFiles | None = None
         """Where the update in progress was read from."""
         self._committed: tuple[ReadFiles | None, str] | None = None
@@ -72,22 +85,37 @@ class MemberJobs:
         together."""
         if isinstance(job, FindAdapter):  # All know the same names, and none waits for a load.
             return await self._serving()[0].ask_adapters(job)
+        if isinstance(job, ListAdapters):  # Nor does a list.
+            replies = await asyncio.gather(*(each.ask_adapters(job) for each in self._serving()))
+            cards = merged_cards(chain.from_iterable(replies))
+            return [card for card in cards if (card.owner, card.name) != self._coming]
+        return await self._to_its_end(self._change_adapters(job))
+
+    async def _change_adapters(self, job: AdapterJob) -> list[AdapterCard]:
         async with self._adapter_jobs:
-            members = self._serving()
-            replies = await asyncio.gather(
-                *(member.ask_adapters(job) for member in members), return_exceptions=True
-            )
-            errors = [reply for reply in replies if isinstance(reply, BaseException)]
-            if errors and len(errors) < len(members) and isinstance(job, LoadAdapter):
-                done = [m for m, r in zip(members, replies, strict=True) if isinstance(r, list)]
-                await self._undo(job, done)
-            if errors:
-                raise errors[0]
-            if isinstance(job, LoadAdapter):
-                self._adapters[job.owner, job.name] = job
-            if isinstance(job, UnloadAdapter):
-                for card in chain.from_iterable(replies):  # type: ignore[arg-type]
-                    self._adapters.pop((card.owner, card.name), None)
+            if isinstance(job, LoadAdapter) and (job.owner, job.name) not in self._adapters:
+                self._coming = job.owner, job.name
+            try:
+                return await self._adapters_on_each(job)
+            finally:
+                self._coming = None
+
+    async def _adapters_on_each(self, job: AdapterJob) -> list[AdapterCard]:
+        members = self._serving()
+        replies = await asyncio.gather(
+            *(member.ask_adapters(job) for member in members), return_exceptions=True
+        )
+        errors = [reply for reply in replies if isinstance(reply, BaseException)]
+        if errors and len(errors) < len(members) and isinstance(job, LoadAdapter):
+            changed = [m for m, r in zip(members, replies, strict=True) if isinstance(r, list)]
+            await self._undo(job, changed)
+        if errors:
+            raise errors[0]
+        if isinstance(job, LoadAdapter):
+            self._adapters[job.owner, job.name] = job
+        if isinstance(job, UnloadAdapter):
+            for card in chain.from_iterable(replies):  # type: ignore[arg-type]
+                self._adapters.pop((card.owner, card.name), None)
         return merged_cards(chain.from_iterable(replies))  # type: ignore[arg-type]
 
     async def _load_adapters(self, process: MemberProcess, attempt: int) -> None:
@@ -114,6 +142,17 @@ class MemberJobs:
     async def ask_live(self, job: LiveJob, num_ranks: int) -> dict[str, Any]:
         """Let all members, of so many ranks each, do what a job says; return what they are
         together."""
+        return await self._to_its_end(self._live_together(job, num_ranks))
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do what changes members, also if its caller goes away: what some have done, all do, and
+        it is known for a member that starts again."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    async def _live_together(self, job: LiveJob, num_ranks: int) -> dict[str, Any]:
         if isinstance(job, CommitUpdate):
             await self._live_on_each(PrepareUpdate(), num_ranks)  # None commits unless all can.
         answers = await self._live_on_each(job, num_ranks)
