@@ -186,7 +186,7 @@ async def test_videos_beside_pictures(made: Made, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Qwen3OmniVideo, "least_pixels", 1024)
     side = 2 * made.model.config.vision_config.patch_size
     frames = np.stack([np.asarray(picture(seed, 2 * side, side)) for seed in range(5)])
-    images: Any = transformers.AutoImageProcessor.from_pretrained(made.folder, backend="pil")
+    images: Any = AutoImageProcessor.from_pretrained(made.folder, backend="pil")
     pixels = images(images=[picture(9)], return_tensors="pt")
     patches, grid = pairs(images, np.concatenate([frames, frames[-1:]]))
     count = int(pixels["image_grid_thw"].prod()) // 4
