@@ -213,13 +213,13 @@ async def test_a_strict_schema_holds_for_every_seed_and_temperature(asynchronous
     settings = [
         {"seed": seed, "temperature": temperature}
         for temperature in (0.0, 0.7, 1.0, 1.8)
-        for seed in range(6)
+        for seed in range(3)
     ]
     results = await asyncio.gather(
         *(both(asynchronous, response_format=FORMAT, **setting) for setting in settings)
     )
     complete = [response for response in results if response["finish"] == "stop"]
-    assert len(complete) >= 20
+    assert len(complete) >= 10
     for response in complete:
         check_event(response["content"])
     assert len({response["content"] for response in results}) > 5
@@ -313,7 +313,7 @@ def test_every_kind_works_in_chat_and_completions(
 
 async def test_a_json_object_is_one(asynchronous: Any) -> None:
     requests = (
-        whole(asynchronous, response_format={"type": "json_object"}, seed=s) for s in range(8)
+        whole(asynchronous, response_format={"type": "json_object"}, seed=s) for s in range(4)
     )
     complete = [a["content"] for a in await asyncio.gather(*requests) if a["finish"] == "stop"]
     assert complete and all(isinstance(json.loads(content), dict) for content in complete)

@@ -8,10 +8,18 @@ from itertools import takewhile
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import engine as conjecture
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from scheduled import compactions_of, drafted, drafts_of, metadata_of, moves_of, parts_for
 
 from jackfield.core.cache.groups import ONE_GROUP, CacheGroup
@@ -1142,7 +1150,7 @@ class OneChunkMachine(SchedulerMachine):
     budget = 8
 
 
-for machine in (
+MACHINES = (
     WindowsMachine,
     OneWindowMachine,
     SmallWindowsMachine,
@@ -1160,13 +1168,23 @@ for machine in (
     UnclosableWorkerHalfMachine,
     StagesMachine,
     TwoStagesMachine,
-):
+)
+for machine in MACHINES:
     machine.TestCase.settings = settings(
-        max_examples=40,
+        max_examples=25,
         stateful_step_count=50,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+def test_many_random_steps(machine: Any) -> None:
+    run_state_machine_as_test(
+        machine, settings=settings(machine.TestCase.settings, max_examples=400)
+    )
+
 
 TestScheduler = SchedulerMachine.TestCase
 TestPriority = PriorityMachine.TestCase

@@ -1,4 +1,4 @@
-"""Which splits of a prompt each family of models is tried with by day."""
+"""Which splits of a prompt, and how many ranks, each family of models is tried with by day."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from jackfield.plugins.conformance.models import ModelKit
 SPLIT = "test_any_split_of_the_prompt_gives_the_same_logits["
 BY_DAY = ("1-1-1-1-1-1-1]", "4-4-1-30-2-16-6]")
 """Token by token, and in parts of all sizes."""
+BY_NIGHT = (
+    "test_builds_and_runs_in_every_dtype[float32]",
+    "test_greedy_tokens_equal_the_reference[whole-prompts]",
+    "test_ranks_compute_together_what_one_does[2]",
+    "test_stages_compute_one_after_another_what_one_rank_does[2]",
+)
+"""What is less than the other case of the same test, or what all others do."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -21,5 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if first.setdefault(item.path, kit) is kit:
             continue
-        if item.name.startswith(SPLIT) and not item.name.endswith(BY_DAY):
+        split = item.name.startswith(SPLIT) and not item.name.endswith(BY_DAY)
+        if split or item.name in BY_NIGHT:
             item.add_marker(pytest.mark.slow)
