@@ -51,6 +51,11 @@ class LiveRequests:
         if self._decoding is not None:
             self._decoding.recount(request)
 
+    def count_tokens(self) -> None:
+        """Make the counters of decoding requests exact, which lag between plans."""
+        if self._decoding is not None:
+            self._decoding.count_tokens()
+
     # ------------------------------------------------------------ transitions
 
     def add(self, request: Request, key: tuple[Any, ...]) -> None:

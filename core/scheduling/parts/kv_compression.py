@@ -125,7 +125,7 @@ class KVCompression(SchedulerPart):
         self._stats = services.stats
         self._transfers = services.parts.find(KVTransfer)
         self._places: dict[Request, int] = {}
-        """Running request → computed tokens at its next compaction."""
+        """Running request → computed tokens at its next compaction, if there is one."""
         self._entering: Request | None = None
         """Request that is being admitted: the worker compacts before it knows the new slot. Due at
         once if it was preempted and finds more than its prompt."""
@@ -160,6 +160,7 @@ class KVCompression(SchedulerPart):
     def begin_plan(self, builder: PlanBuilder) -> None:
         self._promised = None
         if self._num_lacking or self._kv.pool.num_free < self._least_free:
+            self._requests.count_tokens()
             num_blocks = max(self._num_lacking, self._least_free)
             self._relieve_early(self._requests.running.requests, num_blocks)
             self._num_lacking = 0
@@ -200,6 +201,7 @@ class KVCompression(SchedulerPart):
         compaction.
         """
         if self._promised is None:
+            self._requests.count_tokens()
             self._promised = self._likely(self._requests.running.requests)
         most = self._most_tokens(request, hits)
         return self._promised - self._tables.blocks_saved(request.num_tokens, most)
@@ -226,6 +228,13 @@ class KVCompression(SchedulerPart):
             most = self._most_tokens(request, hits)
             self._promised += self._kv.blocks_to_grow(request, most)
 
+    def decides(self) -> bool:
+        """Decide about rows of plans in which a compaction is due."""
+        if not self._places:
+            return False
+        self._requests.count_tokens()
+        return any(request.num_computed_tokens >= at for request, at in self._places.items())
+
     def look_at(self, request: Request) -> int | None:
         """Look at the row of a due compaction."""
         return self._places.get(request)
@@ -245,7 +254,7 @@ class KVCompression(SchedulerPart):
         place = self._places.get(request, NEVER)
         if count and computed >= place and request is not self._entering:
             self._compact_due(request)
-            place = self._places[request]
+            place = self._places.get(request, NEVER)
         return place - computed if computed < place < computed + count else count
 
     def leave(self, request: Request) -> None:
@@ -264,6 +273,7 @@ class KVCompression(SchedulerPart):
 
     @property
     def counts(self) -> dict[str, Any]:
+        self._requests.count_tokens()
         running = self._requests.running.requests
         levels = {} if self._levels is None else self._levels.blocks_saved(running)
         return {
@@ -280,6 +290,7 @@ class KVCompression(SchedulerPart):
         how many are to be.
         """
         count = 0
+        self._requests.count_tokens()
         for request in self._requests.running.requests:
             rule = self._rule.of(request.params.kv_compression)
             if rule is not None and self._gain(request, rule)[0] >= self.min_gain:
@@ -329,9 +340,11 @@ class KVCompression(SchedulerPart):
         assert rule is not None, "no compaction is due"
         gain, target = self._gain(request, rule, () if transfers is None else transfers.held)
         if gain < self.min_gain or self._compact_held(request, target, gain):
-            self._places[request] = rule.next_place(
-                request.num_computed_tokens, request.num_prompt_tokens
-            )
+            place = rule.next_place(request.num_computed_tokens, request.num_prompt_tokens)
+            if place == NEVER:
+                del self._places[request]
+            else:
+                self._places[request] = place
 
     def relieve(self, requests: list[Request]) -> bool:
         """Compact the cache, among those waiting for pressure, that frees most."""
@@ -404,6 +417,7 @@ class KVCompression(SchedulerPart):
         return False
 
     def _compact(self, request: Request, target: Target, gain: int) -> bool:
+        self._requests.recount(request)
         if isinstance(target, int):
             compaction = self._tables.compact(request, target, self._read)
             if compaction is None:

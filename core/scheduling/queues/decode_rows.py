@@ -98,7 +98,7 @@ class DecodeRows:
 
     def _decode(self, request: Request) -> None:
         plan, size = self._plan, self._block_size
-        block_key = (plan - request.num_computed_tokens) % size
+        block_key = (plan - request.num_kv_tokens) % size
         end_key = plan + request.max_total_tokens - request.num_tokens
         self._places[request] = block_key, end_key
         self._counted[request] = self._num_given
@@ -187,7 +187,7 @@ class DecodeRows:
         following = self._plan + 1
         for request, (block_key, end_key) in self._places.items():
             assert request.num_tokens - request.num_computed_tokens == 1, "does not decode"
-            left = (-request.num_computed_tokens) % self._block_size
+            left = (-request.num_kv_tokens) % self._block_size
             assert (following + left) % self._block_size == block_key, "a block at a wrong plan"
             rest = request.max_total_tokens - request.num_tokens
             assert end_key == following + rest, "ends at a wrong plan"

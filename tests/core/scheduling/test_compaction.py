@@ -12,6 +12,7 @@ from jackfield.core.cache.reach import Reach
 from jackfield.core.request import NEVER, Status
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.parts.kv_compression import MIN_KEPT, CompressionRule
+from jackfield.core.scheduling.row_planner import RowPlanner
 from jackfield.core.scheduling.scheduler import Scheduler
 
 
@@ -304,3 +305,32 @@ def test_windows_of_decoding_requests_are_not_counted_as_those_of_prompts():
     run(scheduler, scheduler.schedule())
     scheduler.check_invariants()
     assert last.status is Status.RUNNING and scheduler.num_running == 4
+
+
+@pytest.mark.parametrize(
+    "rule", [CompressionRule(ratio=1.0), CompressionRule(on_pressure=True), CompressionRule()]
+)
+def test_plans_without_a_compaction_look_at_no_request(rule, monkeypatch):
+    """As without compression: what a plan costs does not grow with the rows that decode. Blocks
+    are appended where a cache ends, which has lost any number of tokens."""
+    looked: list[int] = []
+    schedule = RowPlanner._schedule
+
+    def watched(planner, requests, builder):
+        looked.append(len(requests))
+        schedule(planner, requests, builder)
+
+    monkeypatch.setattr(RowPlanner, "_schedule", watched)
+    scheduler = make_scheduler(kv_compression=rule)
+    requests = [make_request(100 + 7 * n, max_tokens=60) for n in range(5)]
+    add(scheduler, *requests)
+    for _ in range(3):
+        run(scheduler, scheduler.schedule())
+    looked.clear()
+    for _ in range(50):
+        run(scheduler, scheduler.schedule())
+        scheduler.check_invariants()
+    assert looked == [0] * 50
+    assert scheduler.stats.kv_compactions == (5 if rule.ratio < 1 and not rule.on_pressure else 0)
+    drain(scheduler)
+    assert all(len(request.output_token_ids) == 60 for request in requests)
