@@ -72,6 +72,7 @@ VARIABLES: dict[str, Variable] = {
         "--cpu-kvcache-space",
         lambda value: [] if value.strip() in ("", "0") else [f"--cpu-kvcache-space={value}"],
     ),
+    "VLLM_ENABLE_KV_COMPRESSION": _refused_if_on("see --kv-compression"),
     "VLLM_ENABLE_RESPONSES_API_STORE": _none("/v1/responses keeps responses; see "
                                              "--max-stored-responses"),
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": _flag("--rank-timeout"),
@@ -123,6 +124,7 @@ GROUPS: dict[str, str] = {
     "VLLM_TPU_": "no such device is supported",
     "VLLM_XLA_": "no such device is supported",
     "VLLM_ZENTORCH_": "no such device is supported",
+    "VLLM_KV_COMPRESSION_": "see --kv-compression-ratio and --kv-compression-levels",
     "VLLM_LOGGING_": "the log goes to standard error; see --log-level and --access-log",
     "VLLM_FLASHINFER_": _CHOSEN,
     "VLLM_USE_FLASHINFER_": _CHOSEN,

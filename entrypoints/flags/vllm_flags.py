@@ -149,6 +149,7 @@ _ONE_HOST = (
     "the engines of --data-parallel-size are those of one server, on its host or where a Ray "
     "cluster has room (--executor ray)"
 )
+_MERGED = "tokens of a cache are merged by --kv-compression snap_kv_merge_fast"
 _AUXILIARY = "responses hold texts, token ids and log-probabilities; a part of a plugin adds more"
 _FIXED_RANKS = "ranks are fixed at the start; a rank that fails ends its engine"
 _KWARGS = "see --default-chat-template-kwargs, and chat_template_kwargs of a request"
@@ -202,6 +203,12 @@ MISSING: dict[str, str] = {
     "--fault-tolerance-config": _FIXED_RANKS,
     "--enable-kv-cache-compression": "see --kv-compression",
     "--enable-kv-cache-compression-advanced": "see --kv-compression",
+    "--kv-compression-cosine-threshold": _MERGED,
+    "--kv-compression-max-merge-ratio": _MERGED,
+    "--kv-compression-importance-threshold": "see --kv-compression weighted",
+    "--kv-compression-outlier-threshold": "see --kv-compression weighted",
+    "--kv-compression-memory-pressure-threshold": "see --kv-compression-threshold",
+    "--kv-compression-temporal-window": "see the ages of --kv-compression-levels",
     "--enable-mamba-cache-stochastic-rounding": "states are rounded to the nearest value",
     "--mamba-cache-philox-rounds": "states are rounded to the nearest value",
     "--enable-mfu-metrics": "see `jackfield bench`, which compares with the device's bounds",
