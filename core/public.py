@@ -137,7 +137,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "jackfield.core.nn.step_operations.adapters": (
             "AdapterChunks", "AdapterTables", "SiteWeights",
         ),
-        "jackfield.core.nn.step_operations.compaction": ("CacheMoves",),
+        "jackfield.core.nn.step_operations.compaction": ("CacheMoves", "LevelCopy"),
         "jackfield.core.nn.step_operations.drafts": ("DraftTables",),
         "jackfield.core.nn.step_operations.inputs": ("DecodeTensors", "StepTensors"),
         "jackfield.core.nn.step_operations.sampling": (

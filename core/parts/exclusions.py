@@ -97,7 +97,6 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
     },
     KV_LEVELS: {
         encoder_decoder.NAME: "only the decoder's keys and values are compacted",
-        PIPELINE: "stages do not agree on the tokens of a block yet",
         CALCULATED_SCALES: "levels are of caches in the model's type, which has no scales",
     },
 }

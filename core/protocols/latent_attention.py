@@ -67,6 +67,12 @@ class LatentAttentionBackend(PagedBackend):
     has fewer tokens than the sequence, in their order. A row's tokens are the last of those that
     `seq_lens` counts; nothing follows from positions."""
 
+    leveled_cache: ClassVar[bool] = False
+    """Whether `forward` serves rows that have latents in fewer bits before those of their sequence
+    (`BatchLayout.levels`): all queries of a row see all of them. In blocks of levels, so many
+    channels count as a head as `core.nn.kv_cache.level_cache.latent_group` says. Needs
+    `compacted_cache`."""
+
     @classmethod
     @abstractmethod
     def supports(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .levels import level_numbers
 from .quantized_tiles import widen_floats
 
 
@@ -139,4 +140,32 @@ def attend_split(
             acc, m, total, query, key, value, valid, position - newest, slope, scale, SOFT_CAP,
             ALIBI,
         )  # fmt: skip
+    return acc, m, total
+
+
+@triton.jit
+def attend_level(
+    acc, m, total, query, begin_tile, end_tile, count, key_cache_ptr, value_cache_ptr, table,
+    kv_head, slope, scale, BITS: tl.constexpr, TOKENS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_BYTES: tl.constexpr, SOFT_CAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Attend to tiles of a level's `count` tokens, whose blocks `table` begins with → acc, m,
+    total."""
+    for tile in range(begin_tile, end_tile):
+        place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        valid = place < count
+        block = tl.load(table + place // TOKENS, mask=valid, other=0).to(tl.int64)
+        place = place % TOKENS
+        key = level_numbers(
+            key_cache_ptr, block, place, valid, kv_head, BITS, TOKENS, NUM_KV_HEADS, HEAD_DIM,
+            BLOCK_BYTES, BLOCK_D, True, query.dtype,
+        )  # fmt: skip
+        value = level_numbers(
+            value_cache_ptr, block, place, valid, kv_head, BITS, TOKENS, NUM_KV_HEADS, HEAD_DIM,
+            BLOCK_BYTES, BLOCK_D, False, query.dtype,
+        )  # fmt: skip
+        acc, m, total = attend_floats(
+            acc, m, total, query, key, value, valid, place, slope, scale, SOFT_CAP, False
+        )
     return acc, m, total

@@ -240,6 +240,30 @@ def cached_tiles(
 
 
 @triton.jit
+def leveled_tiles(
+    level_end,
+    lower,
+    seq_len,
+    num_splits,
+    BLOCK_N: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    NEW_TOKEN_PROGRAM: tl.constexpr,
+):
+    """Return what `cached_tiles` does for a row whose first `level_end` tiles are of tokens in
+    levels; those of the newest tokens, from position `lower` on, follow.
+    """
+    if NEW_TOKEN_PROGRAM:
+        upper = seq_len - 1
+        splits = num_splits - 1
+    else:
+        upper = seq_len
+        splits = num_splits
+    whole = tl.where(lower < upper, tl.cdiv(upper, BLOCK_N) - lower // BLOCK_N, 0)
+    end = level_end + whole
+    return 0, end, tl.maximum(tl.cdiv(end, splits), MIN_TILES)
+
+
+@triton.jit
 def prefetch_weights(
     first_weight_ptr, first_bytes, second_weight_ptr, second_bytes, program, num_programs, kv_head,
     is_short, NUM_KV_HEADS: tl.constexpr,

@@ -21,19 +21,28 @@ import triton.language as tl
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from .decode_codes import decode_width
-from .decode_floats import attend_floats, attend_split, float_tile, soft_capped
+from .decode_floats import attend_floats, attend_level, attend_split, float_tile, soft_capped
 from .decode_splits import (
     MIN_SPLIT_TILES,
     DecodeConfig,
     _first_seen,
     cached_tiles,
     decode_config,
+    leveled_tiles,
     prefetch_weights,
     program_tiles,
     store_or_join,
     workspace_elements,
 )
 from .fused_decode_codes import fused_decode_codes_kernel
+from .levels import (
+    LevelRows,
+    level_arguments,
+    level_columns,
+    level_constants,
+    level_counts,
+    level_tiles,
+)
 from .new_token import cached_new_token
 from .projected_heads import norm_weights, normed_rotated_heads, raw_heads, rotation_angles
 from .quantized_tiles import (
@@ -71,7 +80,10 @@ JOIN_ELEMENTS = 1 << 14
 """Most channels joined per iteration: registers hold them."""
 
 
-@triton.jit(do_not_specialize=["num_splits", "stride_table"])
+@triton.jit(
+    do_not_specialize=["num_splits", "stride_table"],
+    do_not_specialize_on_alignment=["levels_ptr", "slots_ptr"],
+)
 def _fused_decode_kernel(
     out_ptr,
     partial_ptr,
@@ -80,6 +92,8 @@ def _fused_decode_kernel(
     qkv_ptr,
     key_cache_ptr,
     value_cache_ptr,
+    levels_ptr,
+    slots_ptr,
     block_table_ptr,
     seq_lens_ptr,
     slot_ptr,
@@ -128,6 +142,14 @@ def _fused_decode_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     FP8: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BITS_1: tl.constexpr,
+    TOKENS_1: tl.constexpr,
+    BITS_2: tl.constexpr,
+    TOKENS_2: tl.constexpr,
+    BITS_3: tl.constexpr,
+    TOKENS_3: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
     PRELOAD_KV: tl.constexpr,
     NEW_TOKEN_PROGRAM: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -147,10 +169,23 @@ def _fused_decode_kernel(
         gdc_launch_dependents()
     seq_len = tl.load(seq_lens_ptr + row)
     newest = seq_len - 1
-    lower = _first_seen(seq_len, WINDOW, CHUNK)
-    first_tile, end, per_split = cached_tiles(
-        lower, seq_len, num_splits, BLOCK_N, MIN_TILES, NEW_TOKEN_PROGRAM
-    )
+    if LEVELS > 0:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        count_1, count_2, count_3 = level_counts(levels_ptr, slot, LEVELS)
+        column_2, column_3, column = level_columns(
+            count_1, count_2, count_3, TOKENS_1, TOKENS_2, TOKENS_3
+        )
+        end_1, end_2, end_3 = level_tiles(count_1, count_2, count_3, BLOCK_N)
+        # The newest tokens begin at a block; their places are those of the cache.
+        lower = column * BLOCK_SIZE
+        first_tile, end, per_split = leveled_tiles(
+            end_3, lower, seq_len, num_splits, BLOCK_N, MIN_TILES, NEW_TOKEN_PROGRAM
+        )
+    else:
+        lower = _first_seen(seq_len, WINDOW, CHUNK)
+        first_tile, end, per_split = cached_tiles(
+            lower, seq_len, num_splits, BLOCK_N, MIN_TILES, NEW_TOKEN_PROGRAM
+        )
     if PREFETCH:
         if split >= num_splits:
             prefetch_weights(
@@ -236,6 +271,29 @@ def _fused_decode_kernel(
         acc += new_value.to(tl.float32)
 
     query = product_query(query, product_dtype(key_cache_ptr.dtype.element_ty, dtype))
+    if LEVELS > 0:
+        acc, m, total = attend_level(
+            acc, m, total, query, begin_tile, tl.minimum(end_tile, end_1), count_1, key_cache_ptr,
+            value_cache_ptr, table, kv_head, slope, scale, BITS_1, TOKENS_1, NUM_KV_HEADS, HEAD_DIM,
+            BLOCK_BYTES, SOFT_CAP, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        if LEVELS > 1:
+            acc, m, total = attend_level(
+                acc, m, total, query, tl.maximum(begin_tile - end_1, 0),
+                tl.minimum(end_tile, end_2) - end_1, count_2, key_cache_ptr, value_cache_ptr,
+                table + column_2, kv_head, slope, scale, BITS_2, TOKENS_2, NUM_KV_HEADS, HEAD_DIM,
+                BLOCK_BYTES, SOFT_CAP, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+        if LEVELS > 2:
+            acc, m, total = attend_level(
+                acc, m, total, query, tl.maximum(begin_tile - end_2, 0),
+                tl.minimum(end_tile, end_3) - end_2, count_3, key_cache_ptr, value_cache_ptr,
+                table + column_3, kv_head, slope, scale, BITS_3, TOKENS_3, NUM_KV_HEADS, HEAD_DIM,
+                BLOCK_BYTES, SOFT_CAP, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+        whole = lower // BLOCK_N
+        begin_tile = tl.maximum(begin_tile - end_3, 0) + whole
+        end_tile = end_tile - end_3 + whole
     if PRELOAD_KV:
         if is_short:
             acc, m, total = attend_floats(
@@ -313,6 +371,7 @@ def fused_decode_attention(
     query_ring: tuple[torch.Tensor, torch.Tensor] | None = None,
     norm_last: bool = False,
     next_weights: Sequence[torch.Tensor] = (),
+    levels: LevelRows | None = None,
 ) -> torch.Tensor:
     """qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], one new token per row, not
     changed → [num_rows, num_heads, head_dim]
@@ -327,7 +386,9 @@ def fused_decode_attention(
     channels of a head are rotated, all of them where keys have 4 bits; norms: (weight [head_dim],
     eps), after the rotation with `norm_last`; alibi_slopes: as `paged_attention_decode` has them.
     next_weights: what is read after this, contiguous, in this order: the first PREFETCH_BYTES of
-    two of them are prefetched, if there is one row of few keys.
+    two of them are prefetched, if there is one row of few keys. levels: over a contiguous cache of
+    floats of qkv's type, if the first blocks of rows have tokens in fewer bits, all of which are
+    seen; each block counts as block_size tokens in seq_lens.
     counters: [at least num_rows * num_kv_heads] int32, zeros before and after; workspace: float32,
     `workspace_elements(...)`.
     No host synchronisation; safe to capture.
@@ -365,11 +426,14 @@ def fused_decode_attention(
     words: tuple[Any, ...]
     factors: tuple[float, ...]
     if cache.key_bits == FLOATS:
-        kernel, words, factors = _fused_decode_kernel, (), (1.0 / cache_scales[0],)
+        kernel, factors = _fused_decode_kernel, (1.0 / cache_scales[0],)
+        words = level_arguments(levels, seq_lens)
         constants = {
             "BLOCK_M": 1 if group == 1 else max(16, block_g),
             "FP8": cache.is_fp8,
-            "PRELOAD_KV": preload,
+            "PRELOAD_KV": preload and levels is None,
+            "BLOCK_BYTES": 0 if levels is None else cache.keys[0].nbytes,
+            **level_constants(() if levels is None else levels.formats),
         }
     else:
         kernel, words, factors = fused_decode_codes_kernel, (cache.key_words, cache.value_words), ()

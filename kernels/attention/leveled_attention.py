@@ -20,10 +20,9 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
-from .quantized_tiles import block_width, dequantized, word_scale, word_zero
+from .levels import level_columns, level_constants, level_counts, level_numbers, level_tiles
+from .quantized_tiles import block_width
 from .row_tiles import row_of_tile
-
-MOST_LEVELS = 3
 
 
 class LeveledConfig(NamedTuple):
@@ -64,49 +63,6 @@ def _fold(acc, m, total, query, key, value, visible, scale, SOFT_CAP: tl.constex
 
 
 @triton.jit
-def _level_numbers(
-    part_ptr, block, place, inside, kv_head, BITS: tl.constexpr, TOKENS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_BYTES: tl.constexpr,
-    BLOCK_K: tl.constexpr, MOVABLE: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Return the numbers of tokens as a level stores them, [N, BLOCK_K] of `dtype`. part_ptr: keys
-    or values of all blocks; block: [N] int64; place: [N], in its block; inside: [N]"""
-    WIDTH: tl.constexpr = HEAD_DIM * BITS // 8
-    channel = tl.arange(0, BLOCK_K)
-    at = block * BLOCK_BYTES + (place * NUM_KV_HEADS + kv_head) * WIDTH
-    if BITS == 16:
-        own = part_ptr + block * (TOKENS * NUM_KV_HEADS * HEAD_DIM)
-        own += (place * NUM_KV_HEADS + kv_head) * HEAD_DIM
-        mask = inside[:, None] & (channel < HEAD_DIM)[None, :]
-        return tl.load(own[:, None] + channel[None, :], mask=mask, other=0.0).to(dtype)
-    else:
-        words_at = block * (BLOCK_BYTES // 4) + TOKENS * NUM_KV_HEADS * WIDTH // 4
-        words_ptr = part_ptr.to(tl.pointer_type(tl.int32)) + words_at + kv_head * TOKENS + place
-        words = tl.load(words_ptr, mask=inside, other=0)
-        codes_ptr = part_ptr.to(tl.pointer_type(tl.int8 if BITS == 8 else tl.uint8))
-        if BITS == 8 and HEAD_DIM == BLOCK_K:
-            codes = tl.load(
-                codes_ptr + at[:, None] + channel[None, :], mask=inside[:, None], other=0
-            )
-            return dequantized(codes, words, dtype, MOVABLE, 8)
-        elif BITS == 4 and HEAD_DIM == BLOCK_K:
-            half = tl.arange(0, BLOCK_K // 2)
-            codes = tl.load(codes_ptr + at[:, None] + half[None, :], mask=inside[:, None], other=0)
-            return dequantized(codes, words, dtype, MOVABLE, 4)
-        else:
-            # Byte i of 4 bits has channels i and i + WIDTH.
-            mask = inside[:, None] & (channel < HEAD_DIM)[None, :]
-            byte = channel % WIDTH
-            codes = tl.load(codes_ptr + at[:, None] + byte[None, :], mask=mask, other=0)
-            codes = codes.to(tl.int32)
-            numbers = codes.to(tl.float32)
-            if BITS == 4:
-                numbers = ((codes >> (4 * (channel // WIDTH))[None, :]) & 15).to(tl.float32) - 7.5
-            numbers = word_zero(words)[:, None] + word_scale(words)[:, None] * numbers
-            return tl.where(mask, numbers, 0.0).to(dtype)
-
-
-@triton.jit
 def _attend_level(
     acc, m, total, query, key_cache_ptr, value_cache_ptr, table, kv_head, column, count, begin, end,
     scale, BITS: tl.constexpr, TOKENS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
@@ -120,11 +76,11 @@ def _attend_level(
         inside = place < count
         block = tl.load(table + column + place // TOKENS, mask=inside, other=0).to(tl.int64)
         place = place % TOKENS
-        key = _level_numbers(
+        key = level_numbers(
             key_cache_ptr, block, place, inside, kv_head, BITS, TOKENS, NUM_KV_HEADS, HEAD_DIM,
             BLOCK_BYTES, BLOCK_K, True, query.dtype,
         )  # fmt: skip
-        value = _level_numbers(
+        value = level_numbers(
             value_cache_ptr, block, place, inside, kv_head, BITS, TOKENS, NUM_KV_HEADS, HEAD_DIM,
             BLOCK_BYTES, BLOCK_K, False, query.dtype,
         )  # fmt: skip
@@ -203,20 +159,13 @@ def _leveled_kernel(
 
     slot = tl.load(slots_ptr + row).to(tl.int64)
     table = block_table_ptr + row.to(tl.int64) * stride_table
-    count_1 = tl.load(levels_ptr + slot * LEVELS)
-    tiles_1 = tl.cdiv(count_1, BLOCK_N)
-    column_2 = tl.cdiv(count_1, TOKENS_1)
-    count_2 = 0
-    count_3 = 0
-    if LEVELS > 1:
-        count_2 = tl.load(levels_ptr + slot * LEVELS + 1)
-    if LEVELS > 2:
-        count_3 = tl.load(levels_ptr + slot * LEVELS + 2)
-    end_2 = tiles_1 + tl.cdiv(count_2, BLOCK_N)
-    column_3 = column_2 + tl.cdiv(count_2, TOKENS_2)
-    end_3 = end_2 + tl.cdiv(count_3, BLOCK_N)
+    count_1, count_2, count_3 = level_counts(levels_ptr, slot, LEVELS)
+    column_2, column_3, column = level_columns(
+        count_1, count_2, count_3, TOKENS_1, TOKENS_2, TOKENS_3
+    )
+    tiles_1, end_2, end_3 = level_tiles(count_1, count_2, count_3, BLOCK_N)
     # The newest tokens begin at a block; their places are those of the cache.
-    lower = (column_3 + tl.cdiv(count_3, TOKENS_3)) * BLOCK_SIZE
+    lower = column * BLOCK_SIZE
     context = seq_len - query_len
     last = tl.minimum(context + tile_start + BLOCK_Q, seq_len) - 1
     tiles = end_3 + tl.cdiv(last + 1 - lower, BLOCK_N)
@@ -250,11 +199,11 @@ def _leveled_kernel(
         inside = position <= last
         block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         place = position % BLOCK_SIZE
-        key = _level_numbers(
+        key = level_numbers(
             key_cache_ptr, block, place, inside, kv_head, 16, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM,
             BLOCK_BYTES, BLOCK_K, True, query.dtype,
         )  # fmt: skip
-        value = _level_numbers(
+        value = level_numbers(
             value_cache_ptr, block, place, inside, kv_head, 16, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM,
             BLOCK_BYTES, BLOCK_K, False, query.dtype,
         )  # fmt: skip
@@ -360,7 +309,6 @@ def leveled_attention(
         if workspace is None:
             workspace = torch.empty(needed, dtype=torch.float32, device=query.device)
         partial, lse = workspace, workspace[num_rows * num_heads * num_splits * head_dim :]
-    padded = [*formats, *[(16, 1)] * (MOST_LEVELS - len(formats))]
     block_k = block_width(head_dim)
     num_tiles = num_tokens // (block_m // group) + num_rows
     launch(_leveled_kernel, (num_tiles, num_kv_heads, num_splits))(
@@ -390,13 +338,7 @@ def leveled_attention(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         BLOCK_BYTES=block_size * num_kv_heads * head_dim * kv_cache.element_size(),
-        LEVELS=len(formats),
-        BITS_1=padded[0][0],
-        TOKENS_1=padded[0][1],
-        BITS_2=padded[1][0],
-        TOKENS_2=padded[1][1],
-        BITS_3=padded[2][0],
-        TOKENS_3=padded[2][1],
+        **level_constants(tuple(formats)),
         SOFT_CAP=soft_cap or 0.0,
         SINKS=sinks is not None,
         SPLIT=num_splits > 1,

@@ -193,7 +193,9 @@ class TorchAttention(AttentionBackend):
         if first == end or not seq_len:
             return
         table = metadata.layout.block_table[row]
-        keys, values, column = level_tokens(kv_cache, levels, counts, table, query.dtype)
+        (keys, values), column = level_tokens(
+            kv_cache.unbind(), levels, counts, table, query.dtype
+        )  # fmt: skip
         origin = column * self.block_size
         blocks = table[column : -(-seq_len // self.block_size)]
         newest = gather(spec, kv_cache, blocks, query.dtype)

@@ -9,6 +9,7 @@ all rows are absorbed. No device value is read on the host.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,12 +17,14 @@ import numpy as np
 import torch
 
 from ...core.nn.context import BatchLayout
+from ...core.nn.kv_cache.level_cache import latent_group
 from ...core.protocols.attention import BackendSetup
 from ...core.protocols.latent_attention import (
     ChosenTokens,
     LatentAttentionBackend,
     LatentAttentionSpec,
 )
+from .torch_levels import level_tokens
 
 ELEMENTS = 1 << 25
 """Most gathered, expanded or score elements at once: bounds a step's memory."""
@@ -42,6 +45,7 @@ class TorchLatentAttention(LatentAttentionBackend):
     features: ClassVar[frozenset[str]] = frozenset({"index_topk"})
     cache_groups: ClassVar[bool] = True
     compacted_cache: ClassVar[bool] = True
+    leveled_cache: ClassVar[bool] = True
     bounded_lengths: ClassVar[bool] = True
 
     @classmethod
@@ -82,12 +86,19 @@ class TorchLatentAttention(LatentAttentionBackend):
             return self._chosen(spec, query, up, cache, chosen)
         out = query.new_zeros(query.shape[0], spec.num_heads, spec.value_dim)
         starts, rows = metadata.starts, metadata.layout.num_rows
+        if metadata.layout.levels is not None:
+            for row, latents in enumerate(_leveled(spec, cache, metadata, self.block_size)):
+                self._prompt(spec, query, up, latents, metadata, row, out)
+            return out
         single = [row for row in range(rows) if starts[row + 1] - starts[row] == 1]
         for run in self._runs(spec, single, metadata.seq_lens):
             self._decode(spec, query, up, cache, metadata, run, out)
         for row in range(rows):
             if starts[row + 1] - starts[row] > 1:
-                self._prompt(spec, query, up, cache, metadata, row, out)
+                seq_len = metadata.seq_lens[row]
+                blocks = metadata.layout.block_table[row, : -(-seq_len // self.block_size)].long()
+                latents = cache[blocks].flatten(0, 1)[:seq_len]
+                self._prompt(spec, query, up, latents, metadata, row, out)
         return out
 
     def _runs(
@@ -145,16 +156,17 @@ class TorchLatentAttention(LatentAttentionBackend):
         spec: LatentAttentionSpec,
         query: torch.Tensor,
         up: torch.Tensor,
-        cache: torch.Tensor,
+        latents: torch.Tensor,
         metadata: LatentMetadata,
         row: int,
         out: torch.Tensor,
     ) -> None:
-        """Attend for one row, whose queries are the last positions of its sequence."""
+        """Attend for one row, whose queries are the last positions of its sequence. latents:
+        [tokens, cache_dim], all that it has
+        """
         first, end = metadata.starts[row], metadata.starts[row + 1]
-        seq_len = metadata.seq_lens[row]
-        blocks = metadata.layout.block_table[row, : -(-seq_len // self.block_size)].long()
-        latents = cache[blocks].flatten(0, 1)[:seq_len].to(query.dtype)
+        seq_len = len(latents)
+        latents = latents.to(query.dtype)
         latent, shared = latents.split_with_sizes([spec.latent_dim, spec.rope_dim], dim=-1)
         positions = torch.arange(seq_len, device=query.device)
         per_head = seq_len * max(spec.key_dim + spec.value_dim, end - first)
@@ -174,6 +186,22 @@ class TorchLatentAttention(LatentAttentionBackend):
                 weights = scores.masked_fill(positions > own, -torch.inf).softmax(dim=-1)
                 attended = (weights @ value.float()).to(query.dtype)
                 out[begin:stop, heads] = attended.transpose(0, 1)
+
+
+def _leveled(
+    spec: LatentAttentionSpec, cache: torch.Tensor, metadata: LatentMetadata, block_size: int
+) -> Iterator[torch.Tensor]:
+    """Yield what each row has cached, in levels and after them, [tokens, cache_dim]."""
+    layout = metadata.layout
+    assert layout.levels is not None and layout.slots is not None, "as levels need them"
+    width = latent_group(spec.latent_dim, spec.rope_dim)
+    part = cache.view(*cache.shape[:2], -1, width)
+    counts = layout.levels.tokens[layout.slots[: layout.num_rows].long()].tolist()
+    for row, own in enumerate(counts):
+        table, seq_len = layout.block_table[row], metadata.seq_lens[row]
+        (older,), column = level_tokens((part,), layout.levels, own, table, cache.dtype)
+        newest = cache[table[column : -(-seq_len // block_size)].long()].flatten(0, 1)
+        yield torch.cat([*(x.flatten(1) for x in older), newest[: seq_len - column * block_size]])
 
 
 def _absorbed(

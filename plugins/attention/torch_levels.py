@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ...core.nn.context import CacheLevels
@@ -15,22 +17,22 @@ def sees_all(spec: AttentionSpec, max_model_len: int) -> bool:
 
 
 def level_tokens(
-    kv_cache: torch.Tensor,
+    parts: Sequence[torch.Tensor],
     levels: CacheLevels,
     counts: list[int],
     table: torch.Tensor,
     dtype: torch.dtype,
-) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
-    """Return keys and values of each level, [tokens, num_kv_heads, head_dim] each, and the column
-    after their blocks. counts: tokens of each level; table: [columns], the row's blocks
+) -> tuple[list[list[torch.Tensor]], int]:
+    """Return what each part has in each level, [tokens, num_heads, width] each, and the column
+    after their blocks. parts: [num_blocks, block_size, num_heads, width] each; counts: tokens of
+    each level; table: [columns], the row's blocks
     """
-    keys: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
+    tokens: list[list[torch.Tensor]] = [[] for _ in parts]
     column = 0
     for form, count in zip(levels.formats, counts, strict=True):
         end = column + -(-count // form.tokens)
         blocks = table[column:end].long()
-        for found, part in zip((keys, values), kv_cache.unbind(), strict=True):
-            found.append(LevelPart.of(part, form).read(blocks, dtype)[:count])
+        for own, part in zip(tokens, parts, strict=True):
+            own.append(LevelPart.of(part, form).read(blocks, dtype)[:count])
         column = end
-    return keys, values, column
+    return tokens, column

@@ -33,6 +33,7 @@ from .triton_dense import Run, dense_attention, divide_rows, prefers_dense
 try:
     from ...kernels.attention.decode_splits import choose_num_splits, workspace_elements
     from ...kernels.attention.fused_decode_attention import fits_registers, fused_decode_attention
+    from ...kernels.attention.levels import LevelRows
     from ...kernels.attention.quantized_tiles import is_narrow
     from .triton_call import LayerCall, layer_arguments
 
@@ -264,14 +265,10 @@ class TritonAttention(AttentionBackend):
         query_places: torch.Tensor | None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Return None for other steps, for partial rotations over quantized caches, and with tokens
-        in levels.
-        """
+        """Return None for other steps, and for partial rotations over quantized caches."""
         spec, kv_cache, layout = layer.spec, layer.kv_cache, metadata.layout
         rows = layout.num_rows
         if layout.mixed is not None or metadata.num_decode_rows != layout.num_tokens:
-            return None
-        if layout.levels is not None and sees_all(spec, self.max_model_len):
             return None
         rotates_all = cos_sin is None or cos_sin.shape[1] == spec.head_dim
         if isinstance(kv_cache, QuantizedCache) and not rotates_all:
@@ -284,6 +281,12 @@ class TritonAttention(AttentionBackend):
         if query_places is not None:
             assert layer.query_ring is not None, "queries are kept in a ring"
             query_ring = layer.query_ring, query_places
+        arguments, levels = layer_arguments(spec), None
+        if layout.levels is not None and sees_all(spec, self.max_model_len):
+            assert layout.slots is not None, "as levels need them"
+            levels = LevelRows(layout.levels.tokens, layout.levels.formats, layout.slots)
+            # A window that long hides nothing; places in the cache are no distances.
+            arguments |= {"sliding_window": None, "attention_chunk_size": None}
         workspace = self._workspace(spec, qkv.dtype)
         return fused_decode_attention(
             qkv,
@@ -293,7 +296,8 @@ class TritonAttention(AttentionBackend):
             layout.block_table,
             layout.seq_lens,
             layout.slot_mapping,
-            **layer_arguments(spec),
+            **arguments,
+            levels=levels,
             counters=workspace.counters,
             workspace=workspace.floats,
             num_splits=self._num_splits(spec, rows, qkv.dtype, is_narrow(kv_cache)),

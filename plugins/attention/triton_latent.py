@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from ...core.nn.context import BatchLayout
+from ...core.nn.kv_cache.level_cache import latent_group
 from ...core.protocols.attention import BackendSetup
 from ...core.protocols.latent_attention import (
     ChosenTokens,
@@ -34,6 +35,7 @@ try:
         latent_workspace,
     )
     from ...kernels.attention.latent.latent_prefill import latent_context, latent_prompt
+    from ...kernels.attention.levels import LevelRows
 
     _MISSING = None
 except ImportError as error:
@@ -72,6 +74,7 @@ class TritonLatentAttention(LatentAttentionBackend):
     mixed_graph_safe: ClassVar[bool] = True
     cache_groups: ClassVar[bool] = True
     compacted_cache: ClassVar[bool] = True
+    leveled_cache: ClassVar[bool] = True
     bounded_lengths: ClassVar[bool] = True
 
     @classmethod
@@ -166,6 +169,7 @@ class TritonLatentAttention(LatentAttentionBackend):
                     num_tokens=tokens if mixed is not None else tokens - rows,
                     bounds=None if mixed is None else mixed.bounds,
                     max_rows=0 if mixed is None else mixed.max_prompt_rows,
+                    **_levels(spec, layout),
                 )
             # Sums of tokens without a context are undefined: products of others do not see them.
             _head_products(sums, up[:, spec.nope_dim :].mT, out[:absorbing])
@@ -234,6 +238,7 @@ class TritonLatentAttention(LatentAttentionBackend):
             workspace=self._workspace(spec, absorbed.dtype),
             out=out,
             query_start=None if layout.mixed is None else layout.query_start,
+            **_levels(spec, layout),
         )
 
     def _num_splits(self, spec: LatentAttentionSpec, rows: int, dtype: torch.dtype) -> int:
@@ -264,6 +269,15 @@ class TritonLatentAttention(LatentAttentionBackend):
             needed = max(latent_workspace(rows, *shape, number) for rows, number in splits)
             self._workspaces[key] = torch.empty(needed, dtype=torch.float32, device=self.device)
         return self._workspaces[key]
+
+
+def _levels(spec: LatentAttentionSpec, layout: BatchLayout) -> dict[str, Any]:
+    """Return what kernels need for tokens in levels."""
+    if layout.levels is None:
+        return {}
+    assert layout.slots is not None, "as levels need them"
+    rows = LevelRows(layout.levels.tokens, layout.levels.formats, layout.slots)
+    return {"levels": rows, "channels": latent_group(spec.latent_dim, spec.rope_dim)}
 
 
 def _head_products(

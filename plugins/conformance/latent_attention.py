@@ -19,7 +19,9 @@ import numpy as np
 import pytest
 import torch
 
+from ...core.cache.level_options import level_format
 from ...core.nn.context import BatchLayout, MixedRows
+from ...core.nn.kv_cache.level_cache import latent_group
 from ...core.protocols.latent_attention import (
     ChosenTokens,
     LatentAttentionBackend,
@@ -27,6 +29,7 @@ from ...core.protocols.latent_attention import (
 )
 from ...core.worker.selection import attention_refusal
 from .attention_cases import BATCHES, MAX_MODEL_LEN
+from .leveled_caches import leveled_rows
 from .paged import Sizes, make_layout
 from .paged_backends import DRAFT_SIZES, PagedBackendKit, with_bounds
 
@@ -223,6 +226,24 @@ class LatentAttentionBackendKit(PagedBackendKit):
             pytest.skip(f"{self.name} does not claim bounded_lengths")
         batch = latent_batch(DRAFT_SIZES, spec, 16, self.device, torch.float32)
         self.check(backend, spec, batch._replace(layout=with_bounds(batch.layout)))
+
+    @pytest.mark.parametrize("batch", ["decode", "mixed"])
+    @pytest.mark.parametrize("shape", ["small", "one head"])
+    def test_tokens_in_levels(self, shape: str, batch: str, dtype: torch.dtype) -> None:
+        """If it claims a `leveled_cache`: all queries of a row see its tokens in levels."""
+        if not self.backend_class.leveled_cache:
+            pytest.skip(f"{self.name} does not claim a leveled_cache")
+        spec = SPECS[shape]
+        width = latent_group(spec.latent_dim, spec.rope_dim)
+        backend, plain = self.make(spec, dtype, 4), BATCHES[batch]
+        own = latent_batch(plain, spec, 4, self.device, dtype)
+        formats = [level_format(bits, 4, width, dtype.itemsize) for bits in (16, 8, 4)]
+        layout, (cache,), rows = leveled_rows(
+            own.layout, [own.cache.view(*own.cache.shape[:2], -1, width)],
+            [[row.view(len(row), -1, width)] for row in own.rows], formats,
+        )  # fmt: skip
+        left = [row.flatten(1) for (row,) in rows]
+        self.check(backend, spec, own._replace(layout=layout, cache=cache.flatten(2), rows=left))
 
     @pytest.mark.parametrize("shape", SPECS)
     def test_chosen_tokens_alone_are_read(self, shape: str, dtype: torch.dtype) -> None:

@@ -11,39 +11,53 @@ import pytest
 import torch
 
 from ...core.cache.level_options import LevelFormat, level_format
-from ...core.nn.context import CacheLevels
+from ...core.nn.context import BatchLayout, CacheLevels
 from ...core.nn.kv_cache.level_cache import LevelPart
 from .attention_cases import BATCHES, make_spec
 from .paged import Batch, Row, dense_attention, make_batch
 
 
-def leveled(batch: Batch, formats: Sequence[LevelFormat]) -> Batch:
-    """Return the batch with the older half of each row's cached blocks in levels, in equal parts:
-    rows have what is left of their keys and values."""
-    layout, (_, _, size, heads, dim) = batch.layout, batch.cache.shape
-    device, first = batch.cache.device, batch.cache.shape[1]
-    more = torch.full((2, 200, size, heads, dim), float("nan"), dtype=batch.cache.dtype)
-    cache = torch.cat((batch.cache, more.to(device)), dim=1)
-    tables, rows, counts, lengths = [], [], [], []
-    for number, row in enumerate(batch.rows):
-        columns = (len(row.key) - len(row.query)) // size // 2
+def leveled_rows(
+    layout: BatchLayout,
+    parts: Sequence[torch.Tensor],
+    rows: Sequence[Sequence[torch.Tensor]],
+    formats: Sequence[LevelFormat],
+) -> tuple[BatchLayout, list[torch.Tensor], list[list[torch.Tensor]]]:
+    """Move the older half of each row's cached blocks to levels, in equal parts. Return the layout,
+    the caches and what is left of rows.
+
+    parts: [num_blocks, block_size, num_heads, width] each; rows: of each part, [tokens, num_heads,
+    width]
+    """
+    device, size, first = parts[0].device, parts[0].shape[1], parts[0].shape[0]
+    caches = [
+        torch.cat((part, torch.full_like(part[:1], float("nan")).expand(200, -1, -1, -1)))
+        for part in parts
+    ]  # fmt: skip
+    queries = np.diff(layout.query_start_cpu).tolist()
+    tables, left, counts, lengths = [], [], [], []
+    for number, row in enumerate(rows):
+        length = len(row[0])
+        columns = (length - queries[number]) // size // 2
         table: list[int] = []
-        key, value = row.key.clone(), row.value.clone()
-        parts = torch.arange(columns * size).tensor_split(len(formats))
-        for form, places in zip(formats, parts, strict=True):
+        numbers = [part.clone() for part in row]
+        pieces = torch.arange(columns * size).tensor_split(len(formats))
+        for form, places in zip(formats, pieces, strict=True):
             new = list(range(first, first + -(-len(places) // form.tokens)))
             table, first = table + new, first + len(new)
             blocks = torch.tensor(new, device=device)
-            for numbers, part in zip((key, value), cache, strict=True):
+            for own, cache in zip(numbers, caches, strict=True):
                 if new:
-                    view = LevelPart.of(part, form)
-                    view.write(numbers[places], blocks, 0)
-                    numbers[places] = view.read(blocks, numbers.dtype)[: len(places)]
-        old = layout.block_table[number, columns : -(-len(row.key) // size)].tolist()
-        lengths.append(len(table) * size + len(row.key) - columns * size)
+                    view = LevelPart.of(cache, form)
+                    view.write(own[places], blocks, 0)
+                    own[places] = view.read(blocks, own.dtype)[: len(places)]
+        old = layout.block_table[number, columns : -(-length // size)].tolist()
+        lengths.append(len(table) * size + length - columns * size)
         tables.append([*table, *old])
-        rows.append(Row(row.query, key, value))
-        counts.append([len(places) for places in parts])
+        left.append(numbers)
+        counts.append(
+            [len(each) for each in torch.arange(columns * size).tensor_split(len(formats))]
+        )
     table_of_rows = torch.zeros(len(rows), max(map(len, tables)) + 2, dtype=torch.int32)
     for number, table in enumerate(tables):
         table_of_rows[number, : len(table)] = torch.tensor(table)
@@ -57,7 +71,15 @@ def leveled(batch: Batch, formats: Sequence[LevelFormat]) -> Batch:
         max_seq_len=int(lengths_cpu.max()),
         levels=CacheLevels(tuple(formats), tokens.to(device)),
     )  # fmt: skip
-    return replace(batch, rows=rows, layout=moved, cache=cache)
+    return moved, caches, left
+
+
+def leveled(batch: Batch, formats: Sequence[LevelFormat]) -> Batch:
+    """Return the batch with tokens in levels: rows have what is left of their keys and values."""
+    rows = [(row.key, row.value) for row in batch.rows]
+    layout, caches, left = leveled_rows(batch.layout, batch.cache.unbind(), rows, formats)
+    own = [Row(row.query, *kept) for row, kept in zip(batch.rows, left, strict=True)]
+    return replace(batch, rows=own, layout=layout, cache=torch.stack(caches))
 
 
 class LevelChecks:

@@ -18,6 +18,7 @@ from ...core.nn.step_operations.sampling import (
 )
 from ...kernels.compaction.best_tokens import best_tokens
 from ...kernels.compaction.compact_caches import compact_caches
+from ...kernels.compaction.move_levels import move_levels
 from ...kernels.sampling.edit_logits import edit_logits
 from ...kernels.sampling.mask_tokens import mask_tokens
 from ...kernels.sampling.sample_gumbel import best_of_parts, choose_best, sample_gumbel
@@ -38,6 +39,7 @@ class TritonSteps(InputOperations, SamplingOperations, CompactionOperations, Dra
     slot_mappings = staticmethod(slot_mappings)
     scatter = staticmethod(scatter)
     best_tokens = staticmethod(best_tokens)
+    move_levels = staticmethod(move_levels)
     verify_drafts = staticmethod(verify_drafts)
     keep_drafts = staticmethod(keep_drafts)
     edit_logits = staticmethod(edit_logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ pytest.importorskip("triton")
 
 from jackfield.core.cache.level_options import LevelFormat, level_format
 from jackfield.core.nn.kv_cache.level_cache import LevelPart
+from jackfield.kernels.attention.decode_splits import workspace_elements
+from jackfield.kernels.attention.fused_decode_attention import fused_decode_attention
 from jackfield.kernels.attention.leveled_attention import leveled_attention
+from jackfield.kernels.attention.levels import LevelRows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE, KV_HEADS, GROUP = 4, 2, 3
@@ -149,3 +153,42 @@ def test_a_level_s_block_has_its_tokens_and_no_other_s_bytes(bits: int) -> None:
     assert ((found - numbers).abs().amax(-1) <= 0.52 * steps + 0.01).all()
     untouched = torch.tensor([0, 1, 3, 5])
     assert not part[untouched].any() and part[blocks].any()
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 7])
+@pytest.mark.parametrize(
+    "bits,head_dim,group,rows",
+    [((8, 4, 16), 16, GROUP, range(5)), ((8, 4), 32, 1, [1]), ((4,), 24, GROUP, [2])],
+    ids=str,
+)
+def test_a_decode_step_in_one_launch(
+    bits: tuple[int, ...], head_dim: int, group: int, rows: Sequence[int], num_splits: int
+) -> None:
+    """From the projection, whose token goes to the cache; a row alone may give it a program."""
+    case, own = Case(bits, head_dim, len(bits)), list(rows)
+    count, heads = len(own), KV_HEADS * group
+    last = case.seq_lens[own].long() - 1
+    slots = case.table[own, last // SIZE].long() * SIZE + last % SIZE
+    cache = case.cache.clone()
+    cache[:, slots // SIZE, slots % SIZE] = torch.nan
+    query = case.query[case.starts[own].long()].view(count, KV_HEADS, GROUP, head_dim)
+    query = query[:, :, :group].reshape(count, -1)
+    new = [torch.stack([part[row][-1] for row in own]) for part in (case.keys, case.values)]
+    qkv = torch.cat((query, *(part.flatten(1) for part in new)), dim=1).to(DEVICE)
+    levels = LevelRows(case.levels.to(DEVICE), tuple(case.formats), case.slots[own].to(DEVICE))
+    counters = torch.zeros(count * KV_HEADS, dtype=torch.int32, device=DEVICE)
+    workspace = torch.empty(workspace_elements(count, heads, head_dim, num_splits), device=DEVICE)
+    sent = cache.to(DEVICE)
+    out = fused_decode_attention(
+        qkv, heads, KV_HEADS, sent, case.table[own].to(DEVICE), case.seq_lens[own].to(DEVICE),
+        slots.to(DEVICE), scale=0.3, counters=counters, workspace=workspace,
+        num_splits=num_splits, levels=levels,
+    )  # fmt: skip
+    assert not counters.any()
+    torch.testing.assert_close(sent.cpu(), case.cache, atol=0, rtol=0, equal_nan=True)
+    for place, row in enumerate(own):
+        for head in range(heads):
+            wanted, kv_head = query.view(count, heads, head_dim)[place, head], head // group
+            weights = (0.3 * case.keys[row][:, kv_head] @ wanted).softmax(0)
+            expected = weights @ case.values[row][:, kv_head]
+            assert (out[place, head].cpu() - expected).abs().max() < 1e-4

@@ -7,6 +7,7 @@ of its tokens come first, [tokens, num_kv_heads, width], then the scale and zero
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,16 @@ import torch
 
 from ...cache.level_options import WHOLE, LevelFormat
 from .quantized_cache import dequantize, quantize
+
+LATENT_GROUP = 64
+"""Most channels of a latent that have a scale and a zero together."""
+
+
+def latent_group(latent_dim: int, rope_dim: int) -> int:
+    """Return how many channels of a latent's entry count as a head of a level, with a scale and a
+    zero: none of them has channels of both parts, whose sizes differ.
+    """
+    return math.gcd(latent_dim, rope_dim, LATENT_GROUP)
 
 
 class LevelPart(NamedTuple):

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from ...cache.level_options import LevelFormat
+from ..kv_cache.level_cache import LevelPart, read_parts, write_parts
+
 
 class CacheMoves(NamedTuple):
     """Which tokens of which caches stay in a compaction, and where they go: N requests, L layers, T
@@ -26,6 +29,23 @@ class CacheMoves(NamedTuple):
     the first ones of the same cache; no other request reads them."""
     counts: tuple[int, ...]
     """[N] Tokens that stay in each request."""
+
+
+class LevelCopy(NamedTuple):
+    """Tokens that go to a level's blocks (`core.cache.levels`), in all layers of a call."""
+
+    source: LevelFormat
+    sources: Sequence[int]
+    """Blocks that have them, which are full."""
+    target: LevelFormat
+    targets: Sequence[int]
+    """Blocks that they go to."""
+    first: int
+    """Tokens that the first of these has already."""
+    num_tokens: int
+    chosen: torch.Tensor | None = None
+    """[L, num_tokens, 1 or num_heads] int32, on the device: which tokens they are, ascending;
+    None: the first ones."""
 
 
 class CompactionOperations:
@@ -58,3 +78,30 @@ class CompactionOperations:
                 kept = cache[:, table[index // size].long(), index % size, heads]
                 order = torch.arange(count, device=cache.device)
                 cache[:, moves.targets[request][order // size].long(), order % size] = kept
+
+    def move_levels(
+        self,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        copies: Sequence[LevelCopy],
+    ) -> None:
+        """Convert tokens of levels, and append them to others: no copy writes what one reads.
+
+        sources: [parts of all L layers, those of a layer together] of [num_blocks, block_size,
+        num_heads, width] each, contiguous and alike; targets: likewise, maybe the same ones.
+        """
+        for copy in copies:
+            blocks = [
+                torch.tensor(each, dtype=torch.int64, device=sources[0].device)
+                for each in (copy.sources, copy.targets)
+            ]
+            own = [LevelPart.of(part, copy.source) for part in sources]
+            numbers = read_parts(own, blocks[0], sources[0].dtype)
+            if copy.chosen is None:
+                numbers = numbers[:, : copy.num_tokens]
+            else:
+                index = copy.chosen.repeat_interleave(len(sources) // len(copy.chosen), dim=0)
+                index = index[..., None].expand(-1, -1, *numbers.shape[2:]).long()
+                numbers = numbers.gather(1, index)
+            own = [LevelPart.of(part, copy.target) for part in targets]
+            write_parts(own, numbers, blocks[1], copy.first)

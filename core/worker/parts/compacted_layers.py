@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 
 from ...nn.attention import Attention
+from ...nn.kv_cache.level_cache import latent_group
 from ...nn.kv_cache.quantized_cache import (
     KVCache,
     read_keys,
@@ -48,6 +49,19 @@ class CompactedLayer(ABC):
     @property
     @abstractmethod
     def parts(self) -> Parts: ...
+
+    @property
+    @abstractmethod
+    def level_parts(self) -> Sequence[torch.Tensor]:
+        """Return what levels round, [num_blocks, block_size, num_heads, width] each: as many
+        channels of a token have a scale and a zero together.
+        """
+
+    @abstractmethod
+    def keys_and_values(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values as `read` does. numbers: tokens of `level_parts`, [parts, n,
+        num_heads, width]
+        """
 
     @property
     def cache(self) -> KVCache | None:
@@ -97,6 +111,15 @@ class KeyValueLayer(CompactedLayer):
     def parts(self) -> Parts:
         return token_parts(self.cache)
 
+    @property
+    def level_parts(self) -> Sequence[torch.Tensor]:
+        cache = self.cache
+        assert isinstance(cache, torch.Tensor), "levels are of caches in the model's type"
+        return cache.unbind()
+
+    def keys_and_values(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return numbers[0], numbers[1]
+
     def read(
         self, blocks: torch.Tensor, dtype: torch.dtype, *, values: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,6 +166,16 @@ class LatentLayer(CompactedLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         entries = self._entries.index_select(0, blocks).flatten(0, 1).to(dtype)[:, None]
         return entries, entries[: len(entries) if values else 0, :, : self.layer.spec.latent_dim]
+
+    @property
+    def level_parts(self) -> Sequence[torch.Tensor]:
+        spec = self.layer.spec
+        width = latent_group(spec.latent_dim, spec.rope_dim)
+        return (self._entries.unflatten(2, (-1, width)),)
+
+    def keys_and_values(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        entries = numbers[0].flatten(1)[:, None]
+        return entries, entries[..., : self.layer.spec.latent_dim]
 
     def queries(self, kept: torch.Tensor) -> torch.Tensor:
         spec, up = self.layer.spec, self.layer.absorbed

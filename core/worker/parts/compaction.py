@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 import torch
 
 from ...config import EngineConfig
 from ...errors import ConfigError
 from ...nn.attention import Attention
-from ...nn.kv_cache.quantized_cache import KVCache, token_parts
 from ...nn.latent.layer import LatentAttention
 from ...nn.operations import Operations
 from ...nn.step_operations.compaction import CacheMoves
@@ -25,6 +23,7 @@ from ..selection import CacheLayer
 from ..slot_table import SlotTable
 from .compacted_layers import CompactedLayer, compacted_layers
 from .query_ring import QueryRing
+from .token_scores import TokenScores, merges
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -71,7 +70,7 @@ class Compactor:
         self._block_size = block_size
         self._operations = operations
         self._dtype = dtype
-        self._ring = ring
+        self._scores = TokenScores(compressor, layers, dtype, ring)
         self._merges = merges(type(compressor))
 
     @cached_property
@@ -208,72 +207,21 @@ class Compactor:
         """Choose one request's tokens. Return merged values, if any, of the last layer."""
         count = compaction.num_tokens
         blocks = block_table[compaction.slot, : -(-count // self._block_size)]
-        cached = self._cached_scores(numbers, compaction, blocks)
-        if cached is not None:
-            self._operations.best_tokens(cached, chosen)
-            return None
-        compressor, blocks = self._compressor, blocks.long()
-        shape = (len(chosen), chosen.shape[2], count)
-        all_scores = torch.empty(shape, dtype=torch.float32, device=blocks.device)
-        read_values = compressor.reads_values or self._merges
-        for place, number in enumerate(numbers):
-            layer = self._layers[number]
-            keys, values = layer.read(blocks, self._dtype, values=read_values)
-            keys, values = keys[:count], values[:count]
-            more = {}
-            if self._ring is not None:
-                (kept,) = self._ring.queries([number], compaction.slot, self._length(compaction))
-                more["queries"] = layer.queries(kept)
-            scores = compressor.scores(layer.spec, keys, values, **more)
-            if scores.shape != keys.shape[:2]:
-                raise ValueError(
-                    f"its scores are {list(scores.shape)}, not [num_tokens, num_kv_heads], which "
-                    f"is {list(keys.shape[:2])}"
-                )
-            all_scores[place] = scores.T
-        self._operations.best_tokens(all_scores, chosen)
+        length = count + int(self._table.num_dropped[compaction.slot])
+        scores = self._scores.scores(numbers, blocks, count, compaction.slot, length)
+        self._operations.best_tokens(scores, chosen)
         if not self._merges:
             return None
-        merged = compressor.merged_values(layer.spec, keys, values, chosen[-1].long())
+        layer = self._layers[numbers[-1]]
+        keys, values = layer.read(blocks.long(), self._dtype, values=True)
+        keys, values = keys[:count], values[:count]
+        merged = self._compressor.merged_values(layer.spec, keys, values, chosen[-1].long())
         if merged.shape != (compaction.kept, *values.shape[1:]):
             raise ValueError(
                 f"its merged values are {list(merged.shape)}, not [num_kept, num_kv_heads, "
                 f"head_dim], which is {[compaction.kept, *values.shape[1:]]}"
             )
         return merged
-
-    def _length(self, compaction: Compaction) -> int:
-        """Return the sequence's computed tokens."""
-        return compaction.num_tokens + int(self._table.num_dropped[compaction.slot])
-
-    def _cached_scores(
-        self, numbers: Sequence[int], compaction: Compaction, blocks: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Return scores read from the caches, [L, num_kv_heads, num_tokens]; None if unsupported,
-        or the caches differ.
-        """
-        own = [self._layers[number] for number in numbers]
-        caches: list[KVCache] = [layer.cache for layer in own if layer.cache is not None]
-        if self._merges or len(caches) < len(own):
-            return None
-        alike = {
-            tuple((p.shape, p.stride(), p.dtype) for p in token_parts(cache).values())
-            for cache in caches
-        }
-        spec, slot, count = own[0].spec, compaction.slot, compaction.num_tokens
-        if len(alike) > 1 or any(layer.spec != spec for layer in own):
-            return None
-        more: dict[str, Any] = {}
-        if self._ring is not None:
-            more["queries"] = self._ring.queries(numbers, slot, self._length(compaction))
-        scores = self._compressor.cached_scores(spec, caches, blocks, count, **more)
-        expected = (len(own), spec.num_kv_heads, count)
-        if scores is not None and (scores.shape != expected or scores.dtype != torch.float32):
-            raise ValueError(
-                f"its cached scores are {list(scores.shape)} of {scores.dtype}, not [num_layers, "
-                f"num_kv_heads, num_tokens] of float32, which is {list(expected)}"
-            )
-        return None if scores is None else scores.contiguous()
 
     def _write_merged(
         self, number: int, moves: CacheMoves, merged: Sequence[torch.Tensor | None]
@@ -285,11 +233,6 @@ class Compactor:
                 order = torch.arange(len(new), device=new.device)
                 places = moves.targets[request][order // size].long() * size + order % size
                 self._layers[number].write_values(new, places)
-
-
-def merges(compressor: type[KVCompressor]) -> bool:
-    """Return whether it makes new values of dropped ones."""
-    return compressor.merged_values is not KVCompressor.merged_values
 
 
 def load_compressor(

@@ -48,8 +48,9 @@ class KVCompressionStart(PartStart):
         self._formats: tuple[LevelFormat, ...] = ()
         if levels := start.config.cache_levels:
             self._formats = level_formats(
-                start.layers, levels, start.config.block_size, start.kv_dtype, max_model_len
-            )
+                start.layers, levels, start.config.block_size, start.kv_dtype, max_model_len,
+                start.ranks, start.device,
+            )  # fmt: skip
         self.needs = PartNeeds(
             operations=OPERATIONS,
             refuses=level_refusal if levels else backend_refusal,
@@ -71,8 +72,9 @@ class KVCompressionStart(PartStart):
         mover: Compactor | LevelMover
         if self._formats:
             mover = LevelMover(
-                compressor, described, self._layers, self._formats, config.block_size, dtype, ring
-            )
+                compressor, described, self._layers, self._formats, config.block_size,
+                start.operations, dtype, ring,
+            )  # fmt: skip
         else:
             assert compressor is not None, "without levels, a compressor is named"
             mover = Compactor(
@@ -97,7 +99,10 @@ def backend_refusal(backend: type[PagedBackend]) -> str | None:
 
 def level_refusal(backend: type[PagedBackend]) -> str | None:
     """Return why an attention backend does not fit the part with levels, or None."""
-    if not (issubclass(backend, AttentionBackend) and backend.leveled_cache):
+    serves = False
+    if issubclass(backend, AttentionBackend | LatentAttentionBackend):
+        serves = backend.leveled_cache
+    if not serves:
         return "it reads no tokens in fewer bits beside others (kv_compression_levels)"
     return backend_refusal(backend)
 

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 import torch
 
 from ...cache.level_options import MOST_LEVELS, WHOLE, CacheLevel, LevelFormat, level_format
 from ...errors import ConfigError
-from ...nn.attention import Attention
-from ...nn.kv_cache.level_cache import LevelPart, read_parts, write_parts
+from ...nn.kv_cache.level_cache import latent_group
+from ...nn.latent.layer import LatentAttention
+from ...nn.operations import Operations
+from ...nn.step_operations.compaction import LevelCopy
+from ...parallel.ranks import Ranks
 from ...parts.kv_compression import LevelMove, LevelMoves, LevelTarget
 from ...protocols.kv_compressors import KVCompressor
 from ..selection import CacheLayer
 from .compacted_layers import CompactedLayer
 from .query_ring import QueryRing
+from .token_scores import TokenScores
 
 logger = logging.getLogger("jackfield.worker")
 
 ELEMENTS = 1 << 25
-"""Most keys and values (elements) that are moved at once, which bounds the memory of it."""
+"""Most keys and values (elements) that are copied at once, which bounds the memory of it."""
+MAX_TOKENS = 1 << 20
+"""Of a block, where no layer has levels."""
+
+
+class LevelKind(NamedTuple):
+    """Layers whose tokens move together: of one block table, and alike."""
+
+    group: int
+    numbers: tuple[int, ...]
 
 
 class LevelMover:
@@ -35,135 +49,160 @@ class LevelMover:
         layers: Sequence[CompactedLayer],
         formats: Sequence[LevelFormat],
         block_size: int,
+        operations: Operations,
         dtype: torch.dtype,
         ring: QueryRing | None = None,
     ) -> None:
         """compressor: chooses tokens; None: all stay. described: it, for errors. layers: of all
         groups, whose caches are bound before the first call. dtype: of the compressor's input.
         """
-        self._compressor = compressor
+        self._scores = None
+        if compressor is not None:
+            self._scores = TokenScores(compressor, layers, dtype, ring)
         self._described = described
-        self._layers = [(n, layer) for n, layer in enumerate(layers) if not layer.recent]
+        self._layers = tuple(layers)
         self._formats = (LevelFormat(WHOLE, block_size), *formats)
-        self._dtype = dtype
-        self._ring = ring
+        self._operations = operations
+
+    @cached_property
+    def _kinds(self) -> tuple[LevelKind, ...]:
+        """Layers with a window or chunks are left out: what they see stays as it is."""
+        kinds: dict[tuple[int, torch.Size], list[int]] = {}
+        for number, layer in enumerate(self._layers):
+            if not layer.recent:
+                kinds.setdefault((layer.group, layer.level_parts[0].shape), []).append(number)
+        return tuple(LevelKind(group, tuple(own)) for (group, _), own in kinds.items())
 
     def run(self, requests: Sequence[LevelMoves]) -> dict[int, str]:
         """Return failed slots with reasons: their caches are useless, and requests must end."""
         failures: dict[int, str] = {}
-        for moves in requests:
-            try:
-                for move in moves.moves:
-                    self._run(moves, move)
-            except (Exception, SystemExit) as error:
-                logger.error("%s failed", self._described, exc_info=error)
-                reason = f"{self._described} failed: {type(error).__name__}: {error}"
-                failures[moves.slot] = reason
+        for kind in self._kinds:
+            copies: list[LevelCopy] = []
+            for moves in requests:
+                if moves.slot in failures:
+                    continue
+                try:
+                    copies += self._copies(kind, moves)
+                except (Exception, SystemExit) as error:
+                    logger.error("%s failed", self._described, exc_info=error)
+                    reason = f"{self._described} failed: {type(error).__name__}: {error}"
+                    failures[moves.slot] = reason
+            if copies:
+                self._copy(kind, copies)
         return failures
 
     def warm_up(self, scratch_slot: int) -> None:
         """Move the null block of the scratch slot to each level."""
-        groups = 1 + max((layer.layer.group for _, layer in self._layers), default=0)
+        groups = 1 + max((layer.group for layer in self._layers), default=0)
         null, size = ((0,),) * groups, self._formats[0].tokens
-        kept = size if self._compressor is None else min(2, size)
+        kept = size if self._scores is None else min(2, size)
         for level in range(1, len(self._formats)):
             move = LevelMove(0, size, null, (LevelTarget(level, 0, kept, null),))
             self.run([LevelMoves(scratch_slot, size, 0, (move,), null, ())])
 
-    def _run(self, moves: LevelMoves, move: LevelMove) -> None:
-        """Move the tokens of all layers, several at a time: fewer launches."""
-        sent: dict[int, list[torch.Tensor]] = {}
-        for group, layers in self._alike:
-            keys, _ = _keys_and_values(layers[0][1])
-            if group not in sent:
-                lists = [move.blocks[group], *(target.blocks[group] for target in move.targets)]
-                sent[group] = self._send(lists, keys.device)
-            _, _, heads, width = keys.shape
-            step = max(1, ELEMENTS // (2 * move.num_tokens * heads * width))
-            for first in range(0, len(layers), step):
-                self._move(moves, move, layers[first : first + step], *sent[group])
-
-    @cached_property
-    def _alike(self) -> list[tuple[int, list[tuple[int, CompactedLayer]]]]:
-        """Group → layers whose caches are alike, with their numbers."""
-        found: dict[tuple[int, torch.Size], list[tuple[int, CompactedLayer]]] = {}
-        for number, layer in self._layers:
-            keys, _ = _keys_and_values(layer)
-            found.setdefault((layer.group, keys.shape), []).append((number, layer))
-        return [(group, layers) for (group, _), layers in found.items()]
-
-    def _move(
-        self,
-        moves: LevelMoves,
-        move: LevelMove,
-        layers: Sequence[tuple[int, CompactedLayer]],
-        blocks: torch.Tensor,
-        *targets: torch.Tensor,
-    ) -> None:
-        """Move tokens of layers that are alike: all are read before any is written.
-
-        blocks: [N] int64, which are read; targets: likewise, those that each target writes
+    def _copies(self, kind: LevelKind, moves: LevelMoves) -> list[LevelCopy]:
+        """Return what a request's moves copy in these layers. No move reads what an earlier one has
+        appended: all tokens can be chosen before the first is written.
         """
-        caches = [part for _, layer in layers for part in _keys_and_values(layer)]
-        source = self._formats[move.source]
-        numbers = read_parts([LevelPart.of(each, source) for each in caches], blocks, self._dtype)
-        counts = [target.kept for target in move.targets]
-        places: list[torch.Tensor | None] = [None]
-        if counts != [move.num_tokens]:
-            chosen = [
-                self._choose(moves, counts, number, layer, *numbers[2 * place : 2 * place + 2])
-                for place, (number, layer) in enumerate(layers)
-            ]
-            # [2 * len(layers), kept, num_kv_heads, 1]: keys and values go together.
-            places = [
-                torch.stack(each).repeat_interleave(2, dim=0)[..., None]
-                for each in zip(*chosen, strict=True)
-            ]
-        for target, own, index in zip(move.targets, targets, places, strict=True):
-            kept = numbers
-            if index is not None:
-                kept = numbers.gather(1, index.expand(-1, -1, -1, numbers.shape[3]))
-            form = self._formats[target.level]
-            write_parts([LevelPart.of(each, form) for each in caches], kept, own, target.first)
+        copies = []
+        for move in moves.moves:
+            source, blocks = self._formats[move.source], move.blocks[kind.group]
+            chosen: Sequence[torch.Tensor | None] = [None]
+            if [target.kept for target in move.targets] != [move.num_tokens]:
+                chosen = self._choose(kind, moves, move)
+            copies += [
+                LevelCopy(
+                    source, blocks, self._formats[target.level], target.blocks[kind.group],
+                    target.first, target.kept, index,
+                )
+                for target, index in zip(move.targets, chosen, strict=True)
+            ]  # fmt: skip
+        return copies
 
-    def _choose(
-        self,
-        moves: LevelMoves,
-        counts: Sequence[int],
-        number: int,
-        layer: CompactedLayer,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> list[torch.Tensor]:
-        """Return each target's tokens of a layer, [kept, num_kv_heads] int64, ascending."""
-        assert self._compressor is not None, "levels that choose have a compressor"
-        more: dict[str, Any] = {}
-        if self._ring is not None:
-            (kept,) = self._ring.queries([number], moves.slot, moves.num_computed)
-            more["queries"] = layer.queries(kept)
-        scores = self._compressor.scores(layer.spec, keys, values, **more)
-        if scores.shape != keys.shape[:2]:
-            raise ValueError(
-                f"its scores are {list(scores.shape)}, not [num_tokens, num_kv_heads], which "
-                f"is {list(keys.shape[:2])}"
+    def _copy(self, kind: LevelKind, copies: Sequence[LevelCopy]) -> None:
+        """Copy all at once; by other memory, several layers at a time, if blocks that are written
+        are read, too.
+        """
+        parts = [self._layers[number].level_parts for number in kind.numbers]
+        read = {block for copy in copies for block in copy.sources}
+        if read.isdisjoint(chain.from_iterable(copy.targets for copy in copies)):
+            own = [*chain.from_iterable(parts)]
+            self._operations.move_levels(own, own, copies)
+            return
+        whole, ends = self._formats[0], [0]
+        for copy in copies:
+            ends.append(ends[-1] + -(-copy.num_tokens // whole.tokens))
+        aside = [range(begin, end) for begin, end in pairwise(ends)]
+        for first, end in self._spans(kind, sum(copy.num_tokens for copy in copies)):
+            own = [*chain.from_iterable(parts[first:end])]
+            there = [each.new_empty((ends[-1], *each.shape[1:])) for each in own]
+            reads, writes = [], []
+            for copy, blocks in zip(copies, aside, strict=True):
+                index = None if copy.chosen is None else copy.chosen[first:end]
+                reads.append(copy._replace(target=whole, targets=blocks, first=0, chosen=index))
+                writes.append(copy._replace(source=whole, sources=blocks, chosen=None))
+            self._operations.move_levels(own, there, reads)
+            self._operations.move_levels(there, own, writes)
+
+    def _spans(self, kind: LevelKind, num_tokens: int) -> Iterator[tuple[int, int]]:
+        """Yield layers, first and end: as many at a time as have `ELEMENTS` of so many tokens."""
+        parts, count = self._layers[kind.numbers[0]].level_parts, len(kind.numbers)
+        step = max(1, ELEMENTS // (len(parts) * num_tokens * parts[0][0, 0].numel()))
+        return ((first, min(first + step, count)) for first in range(0, count, step))
+
+    def _choose(self, kind: LevelKind, moves: LevelMoves, move: LevelMove) -> list[torch.Tensor]:
+        """Return each target's tokens, [layers, kept, num_kv_heads] int32, ascending: those with
+        the highest scores go to the first one.
+        """
+        counts, layer = [target.kept for target in move.targets], self._layers[kind.numbers[0]]
+        device, heads = layer.level_parts[0].device, layer.spec.num_kv_heads
+        chosen = [
+            torch.empty((len(kind.numbers), count, heads), dtype=torch.int32, device=device)
+            for count in accumulate(counts)
+        ]
+        for first, end in self._spans(kind, move.num_tokens):
+            scores = self._score(kind, kind.numbers[first:end], moves, move)
+            for index in chosen:
+                self._operations.best_tokens(scores, index[first:end])
+        return [chosen[0], *(_without(*each) for each in pairwise(chosen))]
+
+    def _score(
+        self, kind: LevelKind, numbers: Sequence[int], moves: LevelMoves, move: LevelMove
+    ) -> torch.Tensor:
+        """Return scores as `TokenScores` does; tokens in fewer bits are converted for it first."""
+        assert self._scores is not None, "levels that choose have a compressor"
+        source, count = self._formats[move.source], move.num_tokens
+        blocks: Sequence[int] = move.blocks[kind.group]
+        copies = None
+        if source.bits != WHOLE:
+            whole = self._formats[0]
+            read, blocks = blocks, range(-(-count // whole.tokens))
+            parts = [self._layers[number].level_parts for number in numbers]
+            copies = [
+                own[0].new_empty((len(own), len(blocks), *own[0].shape[1:])) for own in parts
+            ]  # fmt: skip
+            copy = LevelCopy(source, read, whole, blocks, 0, count)
+            self._operations.move_levels(
+                [*chain.from_iterable(parts)], [*chain.from_iterable(copies)], [copy]
             )
-        # Among equal scores, earlier tokens come first.
-        order = scores.float().argsort(dim=0, descending=True, stable=True)
-        return [part.sort(dim=0).values for part in order[: sum(counts)].split(counts)]
-
-    @staticmethod
-    def _send(parts: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
-        """Return lists of numbers on the device, in one copy."""
-        numbers = [number for part in parts for number in part]
-        sent = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
-        return list(sent.to(device, non_blocking=True).split([len(part) for part in parts]))
+        device = self._layers[numbers[0]].level_parts[0].device
+        sent = torch.tensor(blocks, dtype=torch.int32, pin_memory=device.type == "cuda")
+        sent = sent.to(device, non_blocking=True)
+        return self._scores.scores(numbers, sent, count, moves.slot, moves.num_computed, copies)
 
 
-def _keys_and_values(layer: CompactedLayer) -> tuple[torch.Tensor, torch.Tensor]:
-    """[num_blocks, block_size, num_kv_heads, head_dim] each"""
-    cache = layer.cache
-    assert isinstance(cache, torch.Tensor), "levels are of caches in the model's type"
-    return cache[0], cache[1]
+def _without(fewer: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of `more` that are not in `fewer`, which has none besides: [layers, kept,
+    num_kv_heads] each, ascending.
+    """
+    end = torch.iinfo(more.dtype).max
+    # Where each of the fewer is among the more: both ascend.
+    places = torch.searchsorted(
+        more.transpose(1, 2).contiguous(), fewer.transpose(1, 2).contiguous()
+    )
+    left = more.scatter(1, places.transpose(1, 2), end)
+    count = more.shape[1] - fewer.shape[1]
+    return left.sort(dim=1).values[:, :count].contiguous()
 
 
 def level_formats(
@@ -172,9 +211,11 @@ def level_formats(
     block_size: int,
     dtype: torch.dtype,
     max_model_len: int,
+    ranks: Ranks,
+    device: torch.device,
 ) -> tuple[LevelFormat, ...]:
-    """Return how blocks of each level are filled, alike in all layers. Raises ConfigError if a
-    layer cannot have levels.
+    """Return how blocks of each level are filled, alike in all layers of all stages. Raises
+    ConfigError if a layer cannot have levels.
     """
 
     def refuse(reason: str) -> ConfigError:
@@ -183,15 +224,16 @@ def level_formats(
             param="kv_compression_levels",
         )
 
-    heads: set[int] = set()
+    widths: set[int] = set()
     for layer in layers:
-        if not isinstance(layer, Attention):
-            raise refuse("latents are cached in the model's type alone")
+        if isinstance(layer, LatentAttention):
+            widths.add(latent_group(layer.spec.latent_dim, layer.spec.rope_dim))
+            continue
         if isinstance(layer.cache_format, torch.dtype) and layer.cache_format != dtype:
             raise refuse(f"a layer caches in {layer.cache_format}, not in {dtype}")
         reach = layer.spec.reach
         if reach is None or reach.most_tokens >= max_model_len:
-            heads.add(layer.spec.head_dim)
+            widths.add(layer.spec.head_dim)
         elif reach.alignment > 1:
             raise refuse(
                 f"a layer sees chunks of {reach.chunk_size} tokens, which begin at multiples of it"
@@ -202,11 +244,13 @@ def level_formats(
                 f"computed, and the first level begins at age {levels[0].age}; begin it at "
                 f"{reach.most_tokens} or later"
             )
-    if odd := [head for head in heads if head % 8]:
+    if odd := [width for width in widths if width % 8]:
         raise refuse(f"a head has {odd[0]} channels, which is not a multiple of 8")
     formats = []
     for level in levels:
-        each = [level_format(level.bits, block_size, head, dtype.itemsize) for head in heads]
-        formats.append(min(each, default=LevelFormat(level.bits, block_size)))
+        sizes = [level_format(level.bits, block_size, own, dtype.itemsize).tokens for own in widths]
+        # A stage without such layers takes what the others have.
+        least = ranks.minimum_of_stages(min(sizes, default=MAX_TOKENS), device)
+        formats.append(LevelFormat(level.bits, least))
     assert len(formats) <= MOST_LEVELS
     return tuple(formats)

@@ -23,73 +23,18 @@ import triton.language as tl
 
 from ...launch import launch
 from ...pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from ..levels import LevelRows, level_arguments, level_constants
+from .latent_levels import (
+    attend_latents,
+    level_sizes,
+    leveled_latent_tiles,
+)
 
 MAX_SPLITS = 128
 MIN_SPLIT_TILES = 2
 """Fewest tiles of tokens per split: with fewer, joining costs more than splitting saves."""
 JOINED = 128
 """Channels per program of the joining kernel."""
-
-
-@triton.jit
-def attend_absorbed(
-    absorbed,
-    turned,
-    begin,
-    end,
-    length,
-    table,
-    cache_ptr,
-    scale,
-    stride_block,
-    stride_slot,
-    LATENT_DIM: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """Attend to tokens [begin * BLOCK_N, end * BLOCK_N) up to `length`: absorbed [BLOCK_M, BLOCK_L]
-    and turned [BLOCK_M, BLOCK_R] see all of them. Returns the sum [BLOCK_M, BLOCK_L] float32, the
-    maximum score in units of log2, and the sum of weights."""
-    LOG2E: tl.constexpr = 1.4426950408889634
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_l = tl.arange(0, BLOCK_L)
-    offs_r = tl.arange(0, BLOCK_R)
-    acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
-    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for tile in range(begin, end):
-        position = tile * BLOCK_N + offs_n
-        valid = position < length
-        block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-        entry = cache_ptr + block * stride_block + (position % BLOCK_SIZE) * stride_slot
-        mask_l = valid[:, None]
-        if LATENT_DIM != BLOCK_L:
-            mask_l = mask_l & (offs_l < LATENT_DIM)[None, :]
-        latent = tl.load(entry[:, None] + offs_l[None, :], mask=mask_l, other=0.0)
-        scores = tl.dot(absorbed, tl.trans(latent), input_precision="ieee")
-        mask_r = valid[:, None] & (offs_r < ROPE_DIM)[None, :]
-        shared = tl.load(entry[:, None] + LATENT_DIM + offs_r[None, :], mask=mask_r, other=0.0)
-        scores = tl.dot(turned, tl.trans(shared), scores, input_precision="ieee")
-        scores = tl.where(valid[None, :], scores * (scale * LOG2E), -float("inf"))
-        # A tile always holds a visible token, so m_new is finite.
-        m_new = tl.maximum(m, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - m_new[:, None])
-        decay = tl.exp2(m - m_new)
-        total = total * decay + tl.sum(weights, axis=1)
-        acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision="ieee")
-        m = m_new
-    return acc, m, total
-
-
-@triton.jit
-def _splits(length, num_splits, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr):
-    tiles = tl.cdiv(length, BLOCK_N)
-    return tiles, tl.maximum(tl.cdiv(tiles, num_splits), MIN_TILES)
 
 
 @triton.jit(do_not_specialize=["num_splits", "stride_table"])
@@ -113,10 +58,21 @@ def _latent_decode_kernel(
     stride_block,
     stride_slot,
     stride_table,
+    levels_ptr,
+    slots_ptr,
     NUM_HEADS: tl.constexpr,
     LATENT_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BITS_1: tl.constexpr,
+    TOKENS_1: tl.constexpr,
+    BITS_2: tl.constexpr,
+    TOKENS_2: tl.constexpr,
+    BITS_3: tl.constexpr,
+    TOKENS_3: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
     SPLIT: tl.constexpr,
     MIXED: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -135,7 +91,11 @@ def _latent_decode_kernel(
         if tl.load(query_start_ptr + row + 1) != row + 1:
             return
     length = tl.load(seq_lens_ptr + row)
-    tiles, per_split = _splits(length, num_splits, BLOCK_N, MIN_TILES)
+    tiles = leveled_latent_tiles(
+        length, levels_ptr, slots_ptr, row, LEVELS, TOKENS_1, TOKENS_2, TOKENS_3, BLOCK_SIZE,
+        BLOCK_N,
+    )  # fmt: skip
+    per_split = tl.maximum(tl.cdiv(tiles, num_splits), MIN_TILES)
     begin = 0
     end = tiles
     if SPLIT:
@@ -167,9 +127,11 @@ def _latent_decode_kernel(
         other=0.0,
     )
     table = block_table_ptr + row64 * stride_table
-    acc, m, total = attend_absorbed(
+    acc, m, total = attend_latents(
         absorbed, turned, begin, end, length, table, cache_ptr, scale, stride_block, stride_slot,
-        LATENT_DIM, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R,
+        levels_ptr, slots_ptr, row, LATENT_DIM, ROPE_DIM, BLOCK_SIZE, LEVELS, BITS_1, TOKENS_1,
+        BITS_2, TOKENS_2, BITS_3, TOKENS_3, CHANNELS, BLOCK_BYTES, BLOCK_M, BLOCK_N, BLOCK_L,
+        BLOCK_R,
     )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -194,8 +156,15 @@ def _latent_join_kernel(
     num_splits,
     stride_out_row,
     stride_out_head,
+    levels_ptr,
+    slots_ptr,
     NUM_HEADS: tl.constexpr,
     LATENT_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LEVELS: tl.constexpr,
+    TOKENS_1: tl.constexpr,
+    TOKENS_2: tl.constexpr,
+    TOKENS_3: tl.constexpr,
     MIXED: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -213,7 +182,11 @@ def _latent_join_kernel(
     if MIXED:
         if tl.load(query_start_ptr + row + 1) != row + 1:
             return
-    tiles, per_split = _splits(tl.load(seq_lens_ptr + row), num_splits, BLOCK_N, MIN_TILES)
+    tiles = leveled_latent_tiles(
+        tl.load(seq_lens_ptr + row), levels_ptr, slots_ptr, row, LEVELS, TOKENS_1, TOKENS_2,
+        TOKENS_3, BLOCK_SIZE, BLOCK_N,
+    )  # fmt: skip
+    per_split = tl.maximum(tl.cdiv(tiles, num_splits), MIN_TILES)
     offs_s = tl.arange(0, BLOCK_S)
     offs_l = tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L)
     live = offs_s < tl.cdiv(tiles, per_split)
@@ -291,6 +264,8 @@ def latent_decode(
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     query_start: torch.Tensor | None = None,
+    levels: LevelRows | None = None,
+    channels: int | None = None,
 ) -> torch.Tensor:
     """absorbed: [num_rows, num_heads, latent_dim], turned: [num_rows, num_heads, rope_dim], one
     token per row → the shape of absorbed: sums of latents by their weights.
@@ -300,7 +275,9 @@ def latent_decode(
     query's own token. Last strides are 1, others free. `workspace`: float32, at least
     `latent_workspace(...)`, contents free; None: allocated here. Cache positions beyond a row's
     length are never read. query_start: [at least num_rows + 1] int32; if given, only the leading
-    rows with query_start[row + 1] = row + 1 are computed. No host synchronisation; safe to capture.
+    rows with query_start[row + 1] = row + 1 are computed. levels: if the first blocks of rows have
+    tokens in fewer bits, of which so many `channels` have a scale and a zero together; each block
+    counts as block_size tokens in seq_lens. No host synchronisation; safe to capture.
     """
     num_rows, num_heads, latent_dim = absorbed.shape
     rope_dim = turned.shape[-1]
@@ -323,6 +300,8 @@ def latent_decode(
     starts = seq_lens if query_start is None else query_start
     # A kernel that runs beside another stream's has no predecessor to overlap with.
     options = {} if query_start is not None else pdl_options(absorbed.device)
+    of_rows = level_arguments(levels, seq_lens)
+    constants = level_constants(() if levels is None else levels.formats)
     grid = (num_rows, triton.cdiv(num_heads, tiles.block_m), num_splits)
     launch(_latent_decode_kernel, grid)(
         target,
@@ -344,10 +323,13 @@ def latent_decode(
         cache.stride(0),
         cache.stride(1),
         block_table.stride(0),
+        *of_rows,
         NUM_HEADS=num_heads,
         LATENT_DIM=latent_dim,
         ROPE_DIM=rope_dim,
         BLOCK_SIZE=cache.shape[1],
+        **constants,
+        **level_sizes(levels, cache, channels),
         SPLIT=num_splits > 1,
         MIXED=query_start is not None,
         MIN_TILES=MIN_SPLIT_TILES,
@@ -371,8 +353,11 @@ def latent_decode(
             num_splits,
             out.stride(0),
             out.stride(1),
+            *of_rows,
             NUM_HEADS=num_heads,
             LATENT_DIM=latent_dim,
+            BLOCK_SIZE=cache.shape[1],
+            **{name: value for name, value in constants.items() if "BITS" not in name},
             MIXED=query_start is not None,
             MIN_TILES=MIN_SPLIT_TILES,
             BLOCK_N=tiles.block_n,

@@ -21,8 +21,14 @@ import triton
 import triton.language as tl
 
 from ...launch import launch
+from ..levels import LevelRows, level_arguments, level_constants
 from ..row_tiles import row_of_tile, tiles_of_rows
-from .latent_decode import LatentTiles, attend_absorbed
+from .latent_decode import LatentTiles
+from .latent_levels import (
+    attend_latents,
+    level_sizes,
+    leveled_latent_tiles,
+)
 
 
 @triton.jit(
@@ -51,11 +57,22 @@ def _latent_context_kernel(
     stride_block,
     stride_slot,
     stride_table,
+    levels_ptr,
+    slots_ptr,
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     LATENT_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BITS_1: tl.constexpr,
+    TOKENS_1: tl.constexpr,
+    BITS_2: tl.constexpr,
+    TOKENS_2: tl.constexpr,
+    BITS_3: tl.constexpr,
+    TOKENS_3: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
     MIXED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -105,9 +122,14 @@ def _latent_context_kernel(
         other=0.0,
     )
     table = block_table_ptr + row.to(tl.int64) * stride_table
-    acc, m, total = attend_absorbed(
-        absorbed, turned, 0, tl.cdiv(context, BLOCK_N), context, table, cache_ptr, scale,
-        stride_block, stride_slot, LATENT_DIM, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_L,
+    tiles = leveled_latent_tiles(
+        context, levels_ptr, slots_ptr, row, LEVELS, TOKENS_1, TOKENS_2, TOKENS_3, BLOCK_SIZE,
+        BLOCK_N,
+    )  # fmt: skip
+    acc, m, total = attend_latents(
+        absorbed, turned, 0, tiles, context, table, cache_ptr, scale, stride_block, stride_slot,
+        levels_ptr, slots_ptr, row, LATENT_DIM, ROPE_DIM, BLOCK_SIZE, LEVELS, BITS_1, TOKENS_1,
+        BITS_2, TOKENS_2, BITS_3, TOKENS_3, CHANNELS, BLOCK_BYTES, BLOCK_M, BLOCK_N, BLOCK_L,
         BLOCK_R,
     )  # fmt: skip
     acc = acc / total[:, None]
@@ -307,6 +329,8 @@ def latent_context(
     num_tokens: int | None = None,
     bounds: torch.Tensor | None = None,
     max_rows: int = 0,
+    levels: LevelRows | None = None,
+    channels: int | None = None,
 ) -> None:
     """Attend to the tokens before each row's own.
 
@@ -318,6 +342,7 @@ def latent_context(
     cached, and there `out` is left as it is. Rows from `first_row` on, which have `num_tokens` (by
     default all); bounds: [2] int32, first_row and the number of rows, if only the device knows
     them; then `max_rows` is the largest possible number, and tokens of other rows are not written.
+    levels, channels: as in `latent_decode`.
     """
     all_tokens, num_heads, latent_dim = absorbed.shape
     rope_dim = turned.shape[-1]
@@ -350,11 +375,14 @@ def latent_context(
         cache.stride(0),
         cache.stride(1),
         block_table.stride(0),
+        *level_arguments(levels, seq_lens),
         NUM_HEADS=num_heads,
         HEADS=heads,
         LATENT_DIM=latent_dim,
         ROPE_DIM=rope_dim,
         BLOCK_SIZE=cache.shape[1],
+        **level_constants(() if levels is None else levels.formats),
+        **level_sizes(levels, cache, channels),
         MIXED=bounds is not None,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,

@@ -11,6 +11,7 @@ from jackfield.kernels.attention import (
     paged_attention_prefill,
     qk_norm_rope_cache,
 )
+from jackfield.kernels.attention.levels import level_constants
 
 FLOATS = {
     "KEY_BITS": 16,
@@ -20,6 +21,8 @@ FLOATS = {
 }
 COMMON = {
     **FLOATS,
+    **level_constants(()),
+    "BLOCK_BYTES": 0,
     "NUM_KV_HEADS": 8,
     "KEY_WIDTH": 128,
     "VALUE_WIDTH": 128,

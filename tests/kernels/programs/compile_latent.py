@@ -14,12 +14,17 @@ from jackfield.kernels.attention.latent import (
     latent_inputs,
     latent_prefill,
 )
+from jackfield.kernels.attention.levels import level_constants
 from jackfield.kernels.indexer import index_choice, index_inputs, index_scores
 
+LEVELS = {
+    **level_constants(((8, 30), (4, 56), (16, 16))), "CHANNELS": 64, "BLOCK_BYTES": 16 * 576 * 2,
+}  # fmt: skip
 # DeepSeek-V2-Lite: 16 heads; V3: 128 (or 16 of them).
 SIZES = {
     "LATENT_DIM": 512, "ROPE_DIM": 64, "NOPE_DIM": 128, "VALUE_DIM": 128, "BLOCK_SIZE": 16,
-    "BLOCK_L": 512, "BLOCK_R": 64, "BLOCK_K": 128, "BLOCK_V": 128,
+    "BLOCK_L": 512, "BLOCK_R": 64, "BLOCK_K": 128, "BLOCK_V": 128, **level_constants(()),
+    "CHANNELS": 1, "BLOCK_BYTES": 0,
 }  # fmt: skip
 LITE, V3 = ({**SIZES, "NUM_HEADS": heads} for heads in (16, 128))
 DECODE = {"SPLIT": True, "MIN_TILES": 2, "MIXED": False, "PDL": True, "BLOCK_N": 32}
@@ -65,6 +70,11 @@ KERNELS = [
     (join, {**LITE, **JOIN}, 4, 3),
     (context, {**LITE, "MIXED": True, "HEADS": 16, "BLOCK_M": 64, "BLOCK_N": 32}, 8, 2),
     (context, {**V3, "MIXED": False, "HEADS": 64, "BLOCK_M": 64, "BLOCK_N": 32}, 8, 2),
+    (decode, {**LITE, **DECODE, **LEVELS, "BLOCK_M": 16}, 4, 2),
+    (decode, {**V3, **MIXED, **LEVELS, "BLOCK_M": 64}, 8, 2),
+    (join, {**LITE, **JOIN, **LEVELS}, 4, 3),
+    (context, {**LITE, **LEVELS, "MIXED": True, "HEADS": 16, "BLOCK_M": 64, "BLOCK_N": 32}, 8, 2),
+    (context, {**V3, **LEVELS, "MIXED": False, "HEADS": 64, "BLOCK_M": 64, "BLOCK_N": 32}, 8, 2),
     (prompt, {**LITE, **PROMPT}, 8, 3),
     (prompt, {**LITE, **PROMPT, "CONTEXT": False, "BLOCK_M": 64}, 4, 2),
     (prompt, {**LITE, **GLM, **PROMPT, "BLOCK_M": 64, "BLOCK_N": 32}, 4, 2),
@@ -72,7 +82,7 @@ KERNELS = [
 FLOATS = ("partial_ptr", "lse_ptr", "cos_sin_ptr", "scores_ptr", "weights_ptr", "best_ptr")
 INTS = (
     "block_table_ptr", "seq_lens_ptr", "query_start_ptr", "bounds_ptr", "slots_ptr", "counts_ptr",
-    "places_ptr",
+    "levels_ptr", "places_ptr",
 )  # fmt: skip
 TYPES = {
     **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(INTS, "*i32"),

@@ -288,13 +288,16 @@ def test_a_request_that_cannot_be_sent_is_refused_alone(two: Running) -> None:
     two.run(serve())
 
 
-def test_kv_compression_drops_the_same_tokens(checkpoint: Path) -> None:
-    """Each rank chooses for its own heads, by the plan's numbers."""
+@pytest.mark.parametrize(
+    "options", [{"kv_compression_ratio": 0.5}, {"kv_compression_levels": "8@8,4:0.4@24"}], ids=str
+)
+def test_kv_compression_drops_the_same_tokens(checkpoint: Path, options: dict[str, Any]) -> None:
+    """Each rank chooses for its own heads, by the plan's numbers, and rounds them."""
 
     async def serve(ranks: int) -> tuple[list[Any], int]:
         made = config(
             checkpoint, tensor_parallel_size=ranks, kv_compression="key_norm",
-            kv_compression_ratio=0.5, skip_tokenizer_init=True,
+            skip_tokenizer_init=True, **options,
         )  # fmt: skip
         async with AsyncEngine(made) as engine:
             return await outputs(engine, LONG), engine.stats().kv_compactions

@@ -74,13 +74,16 @@ def test_health_and_an_abort(one: Running, two: Running) -> None:
 
 
 @pytest.mark.slow
-def test_kv_compression_drops_the_same_tokens(checkpoint: Path) -> None:
-    """Each stage chooses for its own layers, by the plan's numbers."""
+@pytest.mark.parametrize(
+    "options", [{"kv_compression_ratio": 0.5}, {"kv_compression_levels": "8@8,4:0.4@24"}], ids=str
+)
+def test_kv_compression_drops_the_same_tokens(checkpoint: Path, options: dict[str, Any]) -> None:
+    """Each stage chooses for its own layers, by the plan's numbers, and rounds them."""
 
     async def serve(stages: int) -> tuple[list[object], int]:
         made = config(
             checkpoint, pipeline_parallel_size=stages, kv_compression="key_norm",
-            kv_compression_ratio=0.5, skip_tokenizer_init=True,
+            skip_tokenizer_init=True, **options,
         )  # fmt: skip
         async with AsyncEngine(made) as engine:
             answers = await asyncio.gather(*(outputs(engine, LONG[at:50]) for at in range(3)))
