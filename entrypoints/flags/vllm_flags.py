@@ -171,9 +171,7 @@ MISSING: dict[str, str] = {
     "--cpu-offload-gb": "weights stay on the device; see --quantization",
     "--kv-events-config": "KV events are not published yet",
     "--middleware": "a plugin adds routes and middleware: register_routes",
-    "--reasoning-parser-plugin": "install it as a package: jackfield plugins new reasoning-parser",
     "--scheduler-cls": "see --scheduling-policy, which takes a plugin's",
-    "--tool-parser-plugin": "install it as a package: jackfield plugins new tool-parser",
     "--anthropic-disabled-thinking-effort": _KWARGS,
     "--aux-output-config": _AUXILIARY,
     "--custom-histogram-buckets": "buckets are fixed; docs/reference/metrics.md has them",
@@ -314,6 +312,8 @@ EQUIVALENT: dict[str, Option] = {
     "--num-redundant-experts": part_of("--eplb-config", "num-redundant-experts"),
     "--override-pooler-config": renamed("--pooler-config"),
     "--reasoning-config": values.REASONING,
+    "--reasoning-parser": synonyms("--reasoning-parser", {"nano_v3": "nemotron_v3"}),
+    "--reasoning-parser-plugin": values.parser_file("reasoning-parser"),
     "--rope-scaling": part_of("--hf-overrides", "rope_scaling"),
     "--rope-theta": part_of("--hf-overrides", "rope_theta"),
     "--disable-uvicorn-access-log": fixed("--access-log=off"),
@@ -344,6 +344,7 @@ EQUIVALENT: dict[str, Option] = {
     "--spec-tokens": part_of("--speculative-config", "num_speculative_tokens"),
     "--task": synonyms("--task", {"embedding": "embed"}),
     "--tokenizer-mode": values.TOKENIZER_MODE,
+    "--tool-parser-plugin": values.parser_file("tool-parser"),
     "--trust-remote-code": Option(
         "no effect",
         "a checkpoint's code is never run; a model that is not built in is refused by name, and "

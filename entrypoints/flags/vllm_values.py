@@ -229,6 +229,27 @@ def _logging(values: list[str]) -> Sequence[str]:
     raise Unneeded("the log goes to standard error, from --log-level on")
 
 
+BUILT_IN = {
+    "nano_v3_reasoning_parser.py": "nemotron_v3",
+    "nemotron_toolcall_parser_no_streaming.py": "nemotron_json",
+}
+"""Files of parsers that come with checkpoints → the parser that is here."""
+
+
+def parser_file(kind: str) -> Option:
+    """Return an option that names a file with a parser for vLLM."""
+
+    def become(values: list[str]) -> Sequence[str]:
+        if (own := BUILT_IN.get(values[0].rpartition("/")[2])) is not None:
+            raise Unneeded(f"{own} is built in")
+        raise Refused(f"install it as a package: jackfield plugins new {kind}")
+
+    text = (
+        f"nothing, for a parser that is built in; others are packages: jackfield plugins new {kind}"
+    )
+    return Option("equivalent", text, 1, become)
+
+
 def _media_limits(values: list[str]) -> Sequence[str]:
     """Read the form of earlier versions, `image=4,video=1`."""
     pairs = [pair.partition("=") for pair in values[0].split(",")]
