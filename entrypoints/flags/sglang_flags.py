@@ -69,7 +69,7 @@ _NO_EFFECT: dict[str, tuple[int | str, str]] = {
         1, "see --structured-outputs-config.disable-any-whitespace"),
     "--cuda-graph-bs": ("+", _GRAPHS),
     "--cuda-graph-max-bs": (1, _GRAPHS),
-    "--decode-log-interval": (1, "a line of statistics comes every 10 seconds"),
+    "--decode-log-interval": (1, "a line of statistics comes every --log-stats-interval seconds"),
     "--deepep-mode": (1, "see --all2all-backend"),
     "--disable-cuda-graph-padding": (0, _GRAPHS),
     "--disable-overlap-schedule": (0, "two steps are always in flight"),
