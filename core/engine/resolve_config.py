@@ -246,14 +246,20 @@ def resolve_media(
     if model_config.pooling is not None:
         return text_alone("its states are pooled, which is done with texts alone yet")
     media: type[MediaModel] = registry.load(architecture)
-    modalities = tuple(each for each in media.modalities if config.media_limit(each))
+    setup = MediaSetup(model_config.path, model_config.whole_config)
+    present = media.modalities
+    if hasattr(media, "present"):
+        with registry.calling(architecture, "present"):
+            present = media.present(setup)
+    if not present:
+        return text_alone("it has no tower")
+    modalities = tuple(each for each in present if config.media_limit(each))
     if not modalities:
         return text_alone("limit_mm_per_prompt or language_model_only turns them off")
     if not any((model_config.path / name).is_file() for name in PROCESSOR_FILES):
         return text_alone(f"the checkpoint has no {' or '.join(PROCESSOR_FILES)}")
     if not getattr(model, "takes_media", False):
         return text_alone(f"{model_config.architecture} takes no embeddings in place of tokens")
-    setup = MediaSetup(model_config.path, model_config.whole_config)
     with registry.calling(architecture, "refusal"):
         refusal = media.refusal(setup)
     if refusal is not None:

@@ -49,7 +49,7 @@ class SpeechChat:
     instruction: str = ""
     """What follows the recording in the user's message."""
     translation: str | None = None
-    """In its place, to translate into English; None: the model does not."""
+    """In its place, or in that of `prompt`, to translate into English; None: the model does not."""
     languages: Mapping[str, str] = field(default_factory=dict)
     """ISO 639-1 → what `language` calls it; {}: the model is not told the language."""
     language: str = ""

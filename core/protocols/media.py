@@ -202,6 +202,11 @@ class MediaModel(Protocol):
     """Of items: "image", "audio", "video"."""
 
     @classmethod
+    def present(cls, setup: MediaSetup) -> tuple[str, ...]:
+        """Return the modalities that this checkpoint has parts for; ones of `modalities`. A class
+        may leave this method out: it has all."""
+
+    @classmethod
     def spans(cls, setup: MediaSetup) -> Spans | None:
         """Return which tokens see each other in both directions; None: none."""
 

@@ -17,6 +17,7 @@ MODELS = {
     "Cohere2VisionForConditionalGeneration": "cohere2_vision:Cohere2Vision",
     "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2:DeepseekOcr2",
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
+    "Gemma3nForConditionalGeneration": "gemma3n:Gemma3n",
     "Gemma4ForConditionalGeneration": "gemma4:Gemma4",
     "GlmAsrForConditionalGeneration": "whisper_like:GlmAsr",
     "Glm4vForConditionalGeneration": "qwen_vl:Glm4v",

@@ -27,6 +27,10 @@ class Family:
         return None
 
     @classmethod
+    def present(cls, setup: MediaSetup) -> tuple[str, ...]:
+        return cls.modalities
+
+    @classmethod
     def spans(cls, setup: MediaSetup) -> Spans | None:
         return None
 

@@ -1,16 +1,18 @@
 """Gemma 4: pictures of about the same number of patches, whose tokens see each other in layers with
-a window."""
+a window; and recordings, read by a conformer (USM, arXiv 2303.01037)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
-from ...core.protocols.media import MediaSetup, ProcessedMedia, Spans
-from .encoder import TransformersEncoder
-from .family import Pictures
+from ...core.protocols.media import MediaProcessor, MediaSetup, ProcessedMedia, Spans
+from .family import Family
 from .processor import ImageProcessor
+from .recordings import AudioEncoder, FeatureExtractor
 
 
 class Gemma4Processor(ImageProcessor):
@@ -25,19 +27,54 @@ class Gemma4Processor(ImageProcessor):
         )
 
 
-class Gemma4Encoder(TransformersEncoder):
-    text_modules = ("language_model", "audio_tower", "embed_audio")
+class Gemma4Features(FeatureExtractor):
+    """One row for four frames, at most 30 seconds."""
+
+    options: ClassVar[Mapping[str, Any]] = {}
+    max_seconds = 30
+
+    def __init__(self, setup: MediaSetup) -> None:
+        super().__init__(setup)
+        self.max_samples = self.max_seconds * self.sampling_rate
+
+    def tensors(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        made = self.extracted([samples])  # Alone, some lengths are not taken.
+        return {name: made[name] for name in ("input_features", self.mask_name)}
+
+    def count(self, tensors: Mapping[str, np.ndarray]) -> int:
+        # Two convolutions skip every other frame.
+        return int(tensors[self.mask_name][0, ::2][::2].sum())
+
+    def written(self, count: int) -> tuple[list[int], list[bool]]:
+        begin, end = self.config.boa_token_id, self.config.eoa_token_index
+        return [begin, *[self.placeholder_id] * count, end], [False, *[True] * count, False]
 
 
-class Gemma4(Pictures):
-    processor_class = Gemma4Processor
+class Gemma4Encoder(AudioEncoder):
+    def heard(self, output: Any) -> torch.Tensor:
+        rows: torch.Tensor = output.pooler_output[output.attention_mask]
+        return rows
+
+
+class Gemma4(Family):
+    modalities = ("image", "audio")
+    processors: ClassVar[Mapping[str, Callable[[MediaSetup], MediaProcessor]]] = {
+        "image": Gemma4Processor, "audio": Gemma4Features,
+    }  # fmt: skip
     encoder_class = Gemma4Encoder
 
     @classmethod
-    def refusal(cls, setup: MediaSetup) -> str | None:
-        return "it has no tower" if setup.config.vision_config is None else None
+    def present(cls, setup: MediaSetup) -> tuple[str, ...]:
+        towers = {"image": setup.config.vision_config, "audio": setup.config.audio_config}
+        return tuple(name for name in cls.modalities if towers[name] is not None)
 
     @classmethod
     def spans(cls, setup: MediaSetup) -> Spans | None:
         which = setup.config.text_config.use_bidirectional_attention
         return Spans.WINDOWED if which == "vision" else None
+
+    @classmethod
+    def refusal(cls, setup: MediaSetup) -> str | None:
+        if cls.spans(setup) is not None and setup.config.audio_config is not None:
+            return "tokens of its pictures see each other, and those of its recordings do not"
+        return None

@@ -66,7 +66,11 @@ class FeatureExtractor:
         count = self.count(tensors)
         if count < 1:
             raise ValueError("it is too short")
-        return ProcessedMedia(tensors, [self.placeholder_id] * count)
+        return ProcessedMedia(tensors, *self.written(count))
+
+    def written(self, count: int) -> tuple[list[int], list[bool] | None]:
+        """Return what stands for so many rows, and which tokens do (None: all)."""
+        return [self.placeholder_id] * count, None
 
     def tensors(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Return what the encoder takes."""
@@ -76,7 +80,8 @@ class FeatureExtractor:
     mask_name: ClassVar[str] = "input_features_mask"
     """What the encoder calls the mask of true frames."""
 
-    def extracted(self, samples: np.ndarray) -> Mapping[str, np.ndarray]:
+    def extracted(self, samples: Any) -> Mapping[str, np.ndarray]:
+        """Return the extractor's tensors of samples, [n] float32, or of a list of these."""
         out = self.extractor(
             samples, sampling_rate=self.sampling_rate, return_tensors="np", **self.options
         )

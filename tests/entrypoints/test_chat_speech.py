@@ -151,6 +151,17 @@ def test_what_a_model_does_not_do_is_refused(served: Served) -> None:
         assert response.status_code == 400 and "translate" in response.text
 
 
+def test_a_prompt_of_gemma_3n() -> None:
+    """As vLLM writes it."""
+    family: Any = load_plugins()["media_model"].load("Gemma3nForConditionalGeneration")
+    chat = family.speech_chat
+    begin, end = "<start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n"
+    told = chat.language.replace("{}", chat.languages["de"])
+    written = chat.prompt.replace("{}", told)
+    assert written == f"{begin}Transcribe this audio into German: <audio_soft_token>{end}"
+    assert chat.translation == f"{begin}Translate this audio into English: <audio_soft_token>{end}"
+
+
 def test_instructions_are_those_of_transformers() -> None:
     """Of families whose processors have one."""
     plugins = load_plugins()

@@ -128,8 +128,9 @@ class ChatTranscriber:
             self._task.params, max_tokens=MAX_TOKENS, output_kind=OutputKind.DELTA
         )
         audio, chat = (samples, self._rate), self._task.chat
-        if chat.prompt is not None:
-            text = chat.prompt.replace("{}", self._told)
+        instruction = chat.translation if self._task.translate else chat.prompt
+        if chat.prompt is not None and instruction is not None:
+            text = instruction.replace("{}", self._told)
             prompt: Any = {"prompt": text, "multi_modal_data": {"audio": audio}}
             stream = self._engine.generate(prompt, params, **options)
         else:

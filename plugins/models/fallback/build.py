@@ -147,24 +147,17 @@ def _fill_buffers(model: Any, module: Any, prefix: str, build: BuildContext) -> 
     own = [
         name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta
     ]
-    for name in own:
-        buffer = torch.empty_like(module._buffers[name], device=build.device)
-        module._buffers[name] = buffer.fill_(_unset(buffer))
-    if own:
+    if not own:
+        return
+    buffers = [torch.empty_like(module._buffers[name], device=build.device) for name in own]
+    module._buffers.update(zip(own, buffers, strict=True))
+    results = []
+    for value in (0, 1):  # What keeps both was not computed.
+        for buffer in buffers:
+            buffer.fill_(value)
         with torch.no_grad():
             model._init_weights(module)
-    for name in own:
-        buffer = module._buffers[name]
-        unset = buffer.isnan() if _has_nan(buffer) else buffer == _unset(buffer)
-        if bool(unset.any()):
+        results.append([module._buffers[name].clone() for name in own])
+    for name, first, second in zip(own, *results, strict=True):
+        if not torch.equal(first, second):
             raise refused(f"transformers does not say what {prefix}.{name} holds")
-
-
-def _has_nan(buffer: torch.Tensor) -> bool:
-    return buffer.is_floating_point() or buffer.is_complex()
-
-
-def _unset(buffer: torch.Tensor) -> float:
-    if _has_nan(buffer):
-        return float("nan")
-    return 0 if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min
