@@ -30,7 +30,7 @@ from ..parts import media as media_part
 from ..parts.exclusions import check_exclusions
 from ..protocols.executors import ExecutorInfo
 from ..protocols.kv import check_serves_ranks
-from ..protocols.media import MediaModel, MediaSetup
+from ..protocols.media import MediaModel, MediaSetup, present_modalities
 from ..registration.architecture import registered_name
 from ..registration.executor_choice import choose_executor
 from ..registration.plugin_options import typed_options
@@ -247,10 +247,8 @@ def resolve_media(
         return text_alone("its states are pooled, which is done with texts alone yet")
     media: type[MediaModel] = registry.load(architecture)
     setup = MediaSetup(model_config.path, model_config.whole_config)
-    present = media.modalities
-    if hasattr(media, "present"):
-        with registry.calling(architecture, "present"):
-            present = media.present(setup)
+    with registry.calling(architecture, "present"):
+        present = present_modalities(media, setup)
     if not present:
         return text_alone("it has no tower")
     modalities = tuple(each for each in present if config.media_limit(each))

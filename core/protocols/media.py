@@ -203,8 +203,8 @@ class MediaModel(Protocol):
 
     @classmethod
     def present(cls, setup: MediaSetup) -> tuple[str, ...]:
-        """Return the modalities that this checkpoint has parts for; ones of `modalities`. A class
-        may leave this method out: it has all."""
+        """Return the modalities that this checkpoint has parts for, of `modalities`. A class may
+        leave this method out: it has all."""
 
     @classmethod
     def spans(cls, setup: MediaSetup) -> Spans | None:
@@ -226,3 +226,8 @@ class MediaModel(Protocol):
     @classmethod
     def encoder(cls, setup: MediaSetup, build: BuildContext) -> MediaEncoder:
         """Create the encoder's module, without weights, on `build.device` in `build.dtype`."""
+
+
+def present_modalities(media: type[MediaModel], setup: MediaSetup) -> tuple[str, ...]:
+    """Return the modalities that a checkpoint has parts for."""
+    return media.present(setup) if hasattr(media, "present") else tuple(media.modalities)

@@ -130,5 +130,5 @@ class FramesEncoder(TransformersEncoder):
             vision_feature_layer=config.vision_feature_layer,
             vision_feature_select_strategy=config.vision_feature_select_strategy,
         )
-        rows: torch.Tensor = output.pooler_output.flatten(0, 1)
-        return rows
+        rows = torch.cat(tuple(output.pooler_output))  # Some versions split them.
+        return rows.reshape(-1, rows.shape[-1])

@@ -15,7 +15,7 @@ from .family import Family
 from .gemma4 import Gemma4Features
 from .recordings import AudioEncoder
 
-PROMPT = "<start_of_turn>user\n{}: \n\n<audio_soft_token>\n\n<end_of_turn>\n<start_of_turn>model\n"
+PROMPT = "<start_of_turn>user\n{}: <audio_soft_token><end_of_turn>\n<start_of_turn>model\n"
 
 
 class Gemma3nFeatures(Gemma4Features):
@@ -37,7 +37,7 @@ class Gemma3nEncoder(AudioEncoder):
     def create(cls, config: Any, dtype: torch.dtype) -> Any:
         from transformers.models.gemma3n import modeling_gemma3n as gemma
 
-        class Ears(gemma.Gemma3nPreTrainedModel):
+        class Ears(gemma.Gemma3nPreTrainedModel):  # type: ignore[no-untyped-call]
             """The parts that read recordings, without those that take other packages."""
 
             def __init__(self) -> None:

@@ -60,6 +60,9 @@ REFUSED = {
         "DeepseekOCRForCausalLM", "DeepseekVLV2ForCausalLM", "MiniCPMO", "MiniCPMV",
         "Phi3VForCausalLM", "Phi4MMForCausalLM",
     ),
+    "it reads recordings by code that only its checkpoint has, and its text part is another's": (
+        "UltravoxModel",
+    ),
     "it reads pictures, and neither these nor its text part are served yet": (
         "Glm46VForConditionalGeneration", "PaddleOCRVLForConditionalGeneration",
     ),
@@ -99,6 +102,6 @@ ELSEWHERE = (
     "InklingForConditionalGeneration", "MiniCPMO", "MiniCPMV",
     "PaddleOCRVLForConditionalGeneration",
     "PanguProMoEV2ForCausalLM", "Phi3VForCausalLM", "Phi4MMForCausalLM",
-    "StableLMEpochForCausalLM",
+    "StableLMEpochForCausalLM", "UltravoxModel",
 )  # fmt: skip
 """Those that other engines serve, and that `transformers` does not list as generative."""

@@ -13,6 +13,7 @@ import torch
 import transformers
 from hearing_models import RATE, sound
 from seeing_models import FAMILIES, TEMPLATE, TEXT, picture, randomize, tokenizer_with
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 
@@ -77,7 +78,7 @@ def expected(
             text = text.replace("<audio_soft_token>", run, 1)
         text = text.replace("<AUDIO>", "<audio_soft_token>")
     if pictures:
-        images: Any = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+        images: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
         pixels = dict(images(images=pictures, return_tensors="pt"))
         [count] = pixels.pop("num_soft_tokens_per_image")
         run = f"<start_of_image>{'<image_soft_token>' * int(count)}<end_of_image>"
