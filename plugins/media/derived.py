@@ -12,7 +12,7 @@ import numpy as np
 from ...core.errors import ConfigError
 from ...core.protocols.media import MediaSetup, ProcessedMedia
 from .family import Pictures
-from .processor import ImageProcessor
+from .processor import OPTION, ImageProcessor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -62,10 +62,11 @@ class DerivedProcessor(ImageProcessor):
             self._writer = kind.from_args_and_dict([made.get(name) for name in names], fields)
             self.image(Image.new("RGB", (64, 64)))
         except Exception as error:
+            param = OPTION if setup.processor_kwargs else "model"
             raise ConfigError(
-                f"model: {kind.__name__}, with what {setup.folder.name} says of it, cannot process "
-                f"a picture ({type(error).__name__}: {error})",
-                param="model",
+                f"{param}: {kind.__name__}, with what {setup.folder.name} says of it, cannot "
+                f"process a picture ({type(error).__name__}: {error})",
+                param=param,
             ) from error
         return self.token(self._writer.image_token)
 

@@ -68,20 +68,26 @@ class MiniCPMVProcessor(ImageProcessor):
 
 
 class MiniCPMVEncoder(TransformersEncoder):
-    def encode_together(
-        self, items: Sequence[Mapping[str, torch.Tensor]]
-    ) -> Sequence[torch.Tensor]:
-        """Encode pictures one behind the other, as one sequence of patches."""
-        output = self.hf.get_image_features(
-            torch.cat([item["pixel_values"] for item in items], dim=-1),
-            torch.cat([item["target_sizes"] for item in items]),
-        )
-        parts = iter(output.pooler_output)
-        return [torch.cat([next(parts) for _ in item["target_sizes"]]) for item in items]
-
     def encode(self, items: Sequence[Mapping[str, torch.Tensor]]) -> Sequence[torch.Tensor]:
-        """Encode pictures of any sizes together."""
-        return self.encode_together([self.prepared(item) for item in items])
+        """Encode pictures and slices of one size together, as one sequence of patches: transformers
+        5.17 takes no others."""
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for item in items:
+            pixels, sizes = self.prepared(item)["pixel_values"], item["target_sizes"]
+            lengths = (sizes.prod(dim=-1) * pixels.shape[2]).tolist()
+            parts += zip(torch.split(pixels, lengths, dim=-1), sizes, strict=True)
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for number, (_, size) in enumerate(parts):
+            alike.setdefault(tuple(size.tolist()), []).append(number)
+        rows: dict[int, torch.Tensor] = {}
+        for numbers in alike.values():
+            pixels = torch.cat([parts[number][0] for number in numbers], dim=-1)
+            sizes = torch.stack([parts[number][1] for number in numbers])
+            rows |= zip(
+                numbers, self.hf.get_image_features(pixels, sizes).pooler_output, strict=True
+            )
+        ordered = iter(rows[number] for number in range(len(parts)))
+        return [torch.cat([next(ordered) for _ in item["target_sizes"]]) for item in items]
 
 
 class MiniCPMV(Pictures):

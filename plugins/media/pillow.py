@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,7 +31,7 @@ class PillowImages:
     do_rescale = do_normalize = True
 
     def __init__(self, setup: MediaSetup) -> None:
-        """Raises ConfigError for options that it does not have."""
+        """Raises ConfigError for options that it does not have, or that have other values."""
         defaults, given = COMMON | dict(self.defaults), setup.processor_kwargs
         if unknown := sorted(given.keys() - defaults.keys()):
             name = type(self).__name__
@@ -41,7 +42,16 @@ class PillowImages:
                 read = read_object(setup.folder / name)
                 stated |= read.get("image_processor", read)
         stated |= given
-        self.options = {name: stated.get(name, value) for name, value in defaults.items()}
+        self.options: dict[str, Any] = {}
+        for name, default in defaults.items():
+            value = stated.get(name)
+            if value is not None and not alike(value, default):
+                field, of = (OPTION, "") if name in given else ("model", "its image processor's ")
+                raise ConfigError(
+                    f"{field}: {of}{name} must be like {json.dumps(default)}, got {value!r}",
+                    param=field,
+                )
+            self.options[name] = default if value is None else value
         vars(self).update(self.options)
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,6 +86,21 @@ class DerivedPillowProcessor(PillowProcessor, DerivedProcessor):
     def written(self, image: Image) -> tuple[Mapping[str, Any], str]:
         made = self.tensors(image)
         return made, self._writer.replace_image_token(made, 0, **self.text_options)
+
+
+def alike(value: Any, default: Any) -> bool:
+    """Whether a value has the type of a default, with numbers above 0."""
+    if isinstance(default, dict):
+        return isinstance(value, dict) and all(
+            alike(value.get(name), own) for name, own in default.items()
+        )
+    if isinstance(default, list):
+        numbers = isinstance(value, list) and len(value) == len(default)
+        return numbers and all(isinstance(n, (int, float)) and n >= 0 for n in value)
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    kinds = int if isinstance(default, int) else (int, float)
+    return isinstance(value, kinds) and value > 0
 
 
 def cut(pixels: np.ndarray, side: int) -> np.ndarray:

@@ -12,12 +12,13 @@ import pytest
 from seeing_models import FAMILIES, picture, save
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
-from jackfield.core.errors import InvalidRequest, JackfieldError
+from jackfield.core.errors import ConfigError, InvalidRequest, JackfieldError
 from jackfield.core.hooks import API_VERSION, hookimpl
 from jackfield.core.protocols.media import MediaSetup
 from jackfield.core.registry import load_plugins
 from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.plugins.conformance.media import MediaModelKit
+from jackfield.plugins.media.lfm2_vl import Lfm2VlImages
 from jackfield.plugins.media.llava import Llava
 
 LLAMA4 = "Llama4ForConditionalGeneration"
@@ -149,6 +150,25 @@ def test_own_image_processors_cut_pictures_as_those_of_transformers(
     processor = load_plugins()["media_model"].load(architecture).processor(setup, "image")
     for (width, height), count in UNITS[architecture].items():
         assert len(processor.image(picture(1, width, height)).token_ids) == count
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_tiles": "many"}, "max_tiles must be like 10, got 'many'"),
+        ({"tile_size": 0}, "tile_size must be like 512"),
+        ({"use_thumbnail": 1}, "use_thumbnail must be like true"),
+        ({"max_pixels_tolerance": True}, "max_pixels_tolerance must be like 2.0"),
+        ({"image_mean": [0.5]}, "image_mean must be like"),
+        ({"max_tile": 4}, "has no option max_tile"),
+    ],
+)
+def test_own_image_processors_refuse_options_of_other_kinds(
+    options: Any, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        Lfm2VlImages(MediaSetup(tmp_path, None, options))
+    assert caught.value.param == "mm_processor_kwargs"
 
 
 async def test_a_request_may_lower_options_of_the_processor(tmp_path: Path) -> None:
