@@ -25,6 +25,8 @@ class PaliGemmaProcessor(ImageProcessor):
 
     def arranged(self, token_ids: Sequence[int]) -> list[int]:
         """Put the token that begins texts behind the last picture, and a line's end last."""
+        if self.placeholder_id not in token_ids:
+            return list(token_ids)
         begin, newline = self._begin, self._newline
         tokens = list(token_ids[1:] if token_ids[0] == begin else token_ids)
         text = max(place for place, t in enumerate(tokens) if t == self.placeholder_id) + 1

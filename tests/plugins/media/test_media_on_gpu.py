@@ -20,7 +20,9 @@ pytestmark = [
     "architecture",
     [
         "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration",
-        "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration",
+        "Kimi_K25ForConditionalGeneration", "Lfm2VlForConditionalGeneration",
+        "LlavaForConditionalGeneration", "PaliGemmaForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
         "Qwen3_5ForConditionalGeneration",
     ],
