@@ -216,7 +216,6 @@ def test_the_skeletons_of_all_kinds_pass_their_own_tests(outside: Outside, tmp_p
     assert outside.plugins() == before
 
 
-@pytest.mark.slow
 def test_an_example_and_skeletons_come_together_serve_and_go(
     outside: Outside, plain_text: str, tmp_path: Path
 ) -> None:
