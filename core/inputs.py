@@ -33,7 +33,8 @@ class EmbedsPrompt(TypedDict):
     """A prompt given as embeddings (`enable_prompt_embeds`)."""
 
     prompt_embeds: Any
-    """A tensor [num_tokens, hidden_size], or what torch.save wrote of one, as bytes or base64."""
+    """A tensor [num_tokens, hidden_size], or a file of one (torch.save, numpy.save, safetensors) as
+    bytes or base64."""
 
 
 SinglePrompt: TypeAlias = str | list[int] | TextPrompt | TokensPrompt

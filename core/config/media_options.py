@@ -52,7 +52,13 @@ class MediaOptions(AdapterOptions, frozen=True, kw_only=True):
             "allows all hosts with public addresses. Default: none."
         ),
     ] = ()
-
+    enable_mm_embeds: Annotated[
+        bool,
+        doc(
+            "Let media be given as embeddings (image_embeds, audio_embeds, video_embeds), as the "
+            "model's encoder would return them, which only trusted clients should send."
+        ),
+    ] = False
     enable_prompt_embeds: Annotated[
         bool,
         doc(

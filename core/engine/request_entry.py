@@ -58,8 +58,9 @@ class RequestEntry:
         """None: prompts have no media."""
         if model_config.media is not None:
             self.media = MediaInput(
-                config, model_config, model_config.media, plugins, texts.tokenizer
-            )
+                config, model_config, model_config.media, plugins, texts.tokenizer,
+                core.info.row_width,
+            )  # fmt: skip
 
     async def start(self) -> None:
         """Raises ConfigError."""

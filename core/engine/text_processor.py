@@ -73,14 +73,7 @@ class TextProcessor:
             option = "default_chat_template_kwargs"
             message = str(error).removeprefix("chat_template_kwargs.")
             raise ConfigError(f"{option}: {message}", param=option) from None
-        self.tokenizer = Tokenizer.load(
-            config.tokenizer or str(model_config.path),
-            revision=config.tokenizer_revision,
-            chat_template=config.chat_template,
-            formats=plugins["checkpoint_format"],
-            mode=config.tokenizer_mode,
-            download_dir=config.download_dir,
-        )
+        self.tokenizer = Tokenizer.of_engine(config, model_config, plugins)
         if self.tokenizer.chat_templates:
             try:
                 self._chat_template = self._template(self.tokenizer.chat_templates)

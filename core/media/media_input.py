@@ -8,7 +8,7 @@ import json
 import os
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import Any
@@ -21,9 +21,10 @@ from ..protocols.media import ArrangesPrompts, MediaModel, MediaSetup
 from ..registry import Plugins
 from ..text.chat_template import Placeholder
 from ..text.tokenizer import Tokenizer
+from .embeds import contents_of
 from .fetch import LARGE, MediaFetcher
 from .readers import READERS, Reader
-from .sources import OPTIONS_FIELD, MediaSource
+from .sources import OPTIONS_FIELD, Embeds, MediaSource
 
 MAX_THREADS = 8
 """That decode and process, and as many as half the cores; so many decoded items are in memory at
@@ -48,8 +49,12 @@ class MediaInput:
         media: MediaConfig,
         plugins: Plugins,
         tokenizer: Tokenizer | None,
+        row_width: int,
     ) -> None:
+        """row_width: as `ExecutorInfo`."""
         self.modalities = media.modalities
+        self._takes_embeds = config.enable_mm_embeds
+        self._row_width, self._longest = row_width, model_config.max_model_len
         self._whole_spans = media.spans is not None
         self._most_tokens = config.max_num_batched_tokens
         self._limits = {each: config.media_limit(each) for each in media.modalities}
@@ -76,7 +81,7 @@ class MediaInput:
         self._kept: OrderedDict[bytes, MediaContent] = OrderedDict()
         """Hash of what was sent → the item."""
         self._kept_bytes = 0
-        self._making: dict[bytes, asyncio.Future[MediaContent]] = {}
+        self._making: dict[bytes, asyncio.Future[list[MediaContent]]] = {}
         """Likewise, while it is made: once for all who wait."""
 
     async def start(self) -> dict[str, Placeholder]:
@@ -118,20 +123,46 @@ class MediaInput:
     async def contents(self, sources: Sequence[MediaSource]) -> list[MediaContent]:
         """Read and process items. Raises InvalidRequest with the field of one that is at fault, and
         EngineOverloaded."""
-        for modality, limit in self._limits.items():
-            own = [source for source in sources if source.modality == modality]
-            if len(own) > limit:
-                raise InvalidRequest(
-                    f"{own[limit].field}: at most {limit} of {modality} per prompt "
-                    "(limit_mm_per_prompt)",
-                    param=own[limit].field,
-                )
-        tasks = [asyncio.ensure_future(self._content(source)) for source in sources]
+        self._check_limits([(source.modality, source.field) for source in sources])
+        tasks = [asyncio.ensure_future(self._contents(source)) for source in sources]
         try:
-            return list(await asyncio.gather(*tasks))
+            lists = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
+        made = zip(sources, lists, strict=True)
+        self._check_limits([(s.modality, s.field) for s, contents in made for _ in contents])
+        return [content for contents in lists for content in contents]
+
+    def _check_limits(self, items: Sequence[tuple[str, str]]) -> None:
+        """Raise InvalidRequest for too many items, of which the modality and field are given."""
+        for modality, limit in self._limits.items():
+            fields = [field for name, field in items if name == modality]
+            if len(fields) > limit:
+                raise InvalidRequest(
+                    f"{fields[limit]}: at most {limit} of {modality} per prompt "
+                    "(limit_mm_per_prompt)",
+                    param=fields[limit],
+                )
+
+    async def _contents(self, source: MediaSource) -> list[MediaContent]:
+        """Return a source's items: one, but for embeddings of several."""
+        if not isinstance(source.value, Embeds):
+            return [await self._content(source)]
+        embeds, field = source.value, source.field
+        if not self._takes_embeds:
+            raise InvalidRequest(
+                f"{field}: this server takes no embeddings of media (--enable-mm-embeds)",
+                param=field,
+            )
+        if source.options:
+            raise InvalidRequest(
+                f"{OPTIONS_FIELD}: there are no options for embeddings; leave it out",
+                param=OPTIONS_FIELD,
+            )
+        return await self._on_thread(
+            embeds.nbytes, functools.partial(self._read_embeds, embeds, field)
+        )
 
     async def _content(self, source: MediaSource) -> MediaContent:
         value, (modality, _, field, detail, options) = source.value, source
@@ -139,18 +170,20 @@ class MediaInput:
             value = await self._fetcher.read(value, field, modality)
         read = functools.partial(self._read, modality, value, field, detail, options)
         if not isinstance(value, bytes | bytearray | memoryview):
-            return await self._on_thread(0, read)
+            [content] = await self._on_thread(0, read)
+            return content
         key = await self._hashed(value, modality, detail, options)
         if (kept := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
             return kept
         if (making := self._making.get(key)) is None:
-            work = self._on_thread(len(value), read)
-            making = self._making[key] = asyncio.ensure_future(work)
+            making = asyncio.ensure_future(self._on_thread(len(value), read))
+            self._making[key] = making
             making.add_done_callback(functools.partial(self._made, key))
         try:
             # Who goes away does not take it from others who wait.
-            return await asyncio.shield(making)
+            [content] = await asyncio.shield(making)
+            return content
         except InvalidRequest as error:
             name = error.param or ""
             if name == OPTIONS_FIELD:
@@ -171,17 +204,19 @@ class MediaInput:
 
         return key() if len(value) < LARGE else await asyncio.to_thread(key)
 
-    def _made(self, key: bytes, made: asyncio.Future[MediaContent]) -> None:
+    def _made(self, key: bytes, made: asyncio.Future[list[MediaContent]]) -> None:
         del self._making[key]
         if made.cancelled() or made.exception() is not None:
             return
-        content = made.result()
+        [content] = made.result()
         self._kept[key] = content
         self._kept_bytes += content.nbytes
         while self._kept_bytes > CACHE_BYTES:
             self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
 
-    async def _on_thread(self, size: int, work: Any) -> MediaContent:
+    async def _on_thread(
+        self, size: int, work: Callable[[], list[MediaContent]]
+    ) -> list[MediaContent]:
         if self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES:
             raise EngineOverloaded("too many items wait to be decoded; try again later")
         while self._freed:
@@ -193,29 +228,42 @@ class MediaInput:
         self._waiting_bytes += size
         try:
             loop = asyncio.get_running_loop()
-            content: MediaContent = await loop.run_in_executor(self._threads, work)
+            contents = await loop.run_in_executor(self._threads, work)
         finally:
             self._waiting_bytes -= size
-        self._live_bytes += content.nbytes
-        weakref.finalize(content, self._freed.append, content.nbytes).atexit = False
-        return content
+        for content in contents:
+            self._live_bytes += content.nbytes
+            weakref.finalize(content, self._freed.append, content.nbytes).atexit = False
+        return contents
 
     # ------------------------------------------------------------ on a thread
 
     def _read(
         self, modality: str, value: Any, field: str, detail: str, options: str
-    ) -> MediaContent:
+    ) -> list[MediaContent]:
         """Decode and process an item. Raises InvalidRequest."""
         reader = self._reader(modality, options)
-        content = reader.content(value, field, detail)
-        count = len(content.token_ids)
-        if self._whole_spans and self._most_tokens is not None and count > self._most_tokens:
-            raise InvalidRequest(
-                f"{field}: the {reader.noun} takes {count} tokens, and a step of this server has "
-                f"{self._most_tokens} (max_num_batched_tokens)",
-                param=field,
-            )
-        return content
+        return self._checked([reader.content(value, field, detail)], field)
+
+    def _read_embeds(self, embeds: Embeds, field: str) -> list[MediaContent]:
+        """Return the items of embeddings. Raises InvalidRequest."""
+        processor = self._readers[embeds.modality].processor
+        contents = contents_of(embeds, processor, self._row_width, self._longest, field)
+        return self._checked(contents, field)
+
+    def _checked(self, contents: list[MediaContent], field: str) -> list[MediaContent]:
+        """Return items whose tokens can be computed together if they must be. Raises
+        InvalidRequest."""
+        for content in contents:
+            count = len(content.token_ids)
+            if self._whole_spans and self._most_tokens is not None and count > self._most_tokens:
+                noun = self._readers[content.modality].noun
+                raise InvalidRequest(
+                    f"{field}: the {noun} takes {count} tokens, and a step of this server has "
+                    f"{self._most_tokens} (max_num_batched_tokens)",
+                    param=field,
+                )
+        return contents
 
     def _reader(self, modality: str, options: str) -> Reader:
         """Return what reads items with a request's options. Raises InvalidRequest."""
@@ -266,7 +314,23 @@ class MediaInput:
             items.append(MediaItem(len(expanded), content))
             expanded += content.token_ids
             done = place + 1
-        return [*expanded, *token_ids[done:]], tuple(items)
+        expanded += token_ids[done:]
+        self._check_last(items, len(expanded), field)
+        return expanded, tuple(items)
+
+    def _check_last(self, items: Sequence[MediaItem], num_tokens: int, field: str) -> None:
+        """Raise InvalidRequest if an item that is not split fits in a step, and not with an item
+        that is the prompt's last token alone, which is computed with the token before it."""
+        if not self._whole_spans or self._most_tokens is None or len(items) < 2:
+            return
+        before, last = items[-2:]
+        behind = last.start == num_tokens - 1 == before.end
+        if behind and num_tokens - before.start > self._most_tokens:
+            raise InvalidRequest(
+                f"{field}: its last two items take {num_tokens - before.start} tokens, and a step "
+                f"of this server has {self._most_tokens} (max_num_batched_tokens)",
+                param=field,
+            )
 
     def _check_counts(
         self,

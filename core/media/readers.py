@@ -176,7 +176,8 @@ READERS: Mapping[str, type[Reader]] = {
 }
 
 
-def content_of(processed: ProcessedMedia, modality: str, digest: str) -> MediaContent:
+def runs_of(processed: ProcessedMedia) -> tuple[tuple[int, int], ...]:
+    """Return (offset in `token_ids`, tokens) where rows stand, in order."""
     tokens = processed.token_ids
     embedded = [True] * len(tokens) if processed.embedded is None else processed.embedded
     runs, start = [], 0
@@ -185,12 +186,16 @@ def content_of(processed: ProcessedMedia, modality: str, digest: str) -> MediaCo
         if is_embedded:
             runs.append((start, count))
         start += count
+    return tuple(runs)
+
+
+def content_of(processed: ProcessedMedia, modality: str, digest: str) -> MediaContent:
     tensors: Mapping[str, np.ndarray] = processed.tensors
     return MediaContent(
         modality=modality,
         digest=digest,
-        token_ids=tuple(map(int, tokens)),
-        runs=tuple(runs),
+        token_ids=tuple(map(int, processed.token_ids)),
+        runs=runs_of(processed),
         tensors={
             name: MediaTensor.of(np.ascontiguousarray(value)) for name, value in tensors.items()
         },

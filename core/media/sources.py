@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ PARTS = {
     "image_url": "image", "input_image": "image", "image": "image", "image_pil": "image",
     "input_audio": "audio", "audio_url": "audio", "audio": "audio",
     "video_url": "video", "input_video": "video", "video": "video",
+    "image_embeds": "image", "audio_embeds": "audio", "video_embeds": "video",
 }  # fmt: skip
 """Type of a part → its modality."""
 
@@ -34,13 +36,45 @@ class MediaPart(dict[str, Any]):
         self.field, self.kind, self.detail = field, kind, detail
 
 
+@dataclass(frozen=True)
+class Embeds:
+    """Rows of one item, or of several one after the other, as a request sends them."""
+
+    modality: str
+    tensors: Mapping[str, Any]
+    """`name` → rows; names of what else the family needs to know, such as `image_grid_thw`. Values
+    as `read_tensor` takes them."""
+    single: bool = False
+    """It is one item."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.modality}_embeds"
+
+    @property
+    def nbytes(self) -> int:
+        """Of what was sent."""
+        values = self.tensors.values()
+        return sum(len(value) for value in values if isinstance(value, str | bytes))
+
+
+def embeds_of(value: Any, modality: str) -> Embeds | None:
+    """Return an item of `multi_modal_data` that is given as embeddings; None: it is not."""
+    if isinstance(value, Mapping):
+        return Embeds(modality, value)
+    is_float = getattr(value, "is_floating_point", None)
+    if is_float is None or not is_float() or value.dim() < 2:
+        return None
+    return Embeds(modality, {f"{modality}_embeds": value})
+
+
 class MediaSource(NamedTuple):
     """Where an item comes from."""
 
     modality: str
     value: Any
-    """A URL, bytes, or what is decoded: a picture of Pillow, an array, or samples with their
-    rate."""
+    """A URL, bytes, `Embeds`, or what is decoded: a picture of Pillow, an array, or samples with
+    their rate."""
     field: str
     """What the request calls it, for errors."""
     detail: str = "auto"
@@ -96,6 +130,8 @@ def _source(part: Mapping[str, Any], kind: str, modality: str, field: str) -> Me
     value = part.get(name)
     if isinstance(part, MediaPart):
         return MediaSource(modality, value, field, part.detail)
+    if kind == f"{modality}_embeds":
+        return _given(part.get(kind), modality, f"{field}.{kind}")
     detail = detail_of(part, field) if modality == "image" else "auto"
     field = f"{field}.{name}"
     if isinstance(value, Mapping):
@@ -109,6 +145,14 @@ def _source(part: Mapping[str, Any], kind: str, modality: str, field: str) -> Me
             f"{field}: is missing; give a URL (data:{modality}/…;base64,…)", param=field
         )
     return MediaSource(modality, value, field, detail)
+
+
+def _given(value: Any, modality: str, field: str) -> MediaSource:
+    """Return the source of a part that has embeddings. Raises InvalidRequest."""
+    if value is None:
+        raise InvalidRequest(f"{field}: is missing; give base64 of a tensor", param=field)
+    tensors = value if isinstance(value, Mapping) else {f"{modality}_embeds": value}
+    return MediaSource(modality, Embeds(modality, tensors, single=True), field)
 
 
 OPTIONS_FIELD = "mm_processor_kwargs"
@@ -169,12 +213,14 @@ def of_prompt(data: Any, modalities: Sequence[str]) -> list[MediaSource]:
                 f"{' and '.join(('text', *modalities))}",
                 param=field,
             )
+        if getattr(items, "ndim", 0) == 3 and embeds_of(items, modality) is not None:
+            items = list(items)
         many = isinstance(items, list | tuple) and not _is_one(items, modality)
         for number, item in enumerate(items if many else [items]):
             name = f"{field}.{modality}[{number}]" if many else f"{field}.{modality}"
             if item is None:
                 raise InvalidRequest(f"{name}: is missing", param=name)
-            sources.append(MediaSource(modality, item, name))
+            sources.append(MediaSource(modality, embeds_of(item, modality) or item, name))
     return sources
 
 

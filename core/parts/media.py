@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NAME = "media"
-PROMPT_EMBEDS = "prompt_embeds"
+ROWS = "rows"
 """Name of the tensor of an item that is given as the rows that an encoder would return."""
 
 

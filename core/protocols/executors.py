@@ -180,6 +180,9 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     auto; None: the model's context."""
     level_formats: tuple[LevelFormat, ...] = ()
     """How blocks of each level of `EngineConfig.kv_compression_levels` are filled."""
+    row_width: int = 0
+    """Numbers of a row that stands in the place of a token's embedding, those of further levels
+    included; 0: none does."""
     num_ranks: int = 1
     """Ranks that compute the model together; bytes are those of one."""
     num_stages: int = 1

@@ -119,6 +119,17 @@ class ArrangesPrompts(Protocol):
         are."""
 
 
+@runtime_checkable
+class TakesRows(Protocol):
+    """A `MediaProcessor` whose items may be given as the rows that the encoder would return."""
+
+    def of_rows(self, count: int, fields: Mapping[str, np.ndarray]) -> Sequence[ProcessedMedia]:
+        """Return what stands for items in a prompt, without tensors: of `count` rows in all, one
+        item's after the other's. fields: what else requests say of their sizes, by name. Called on
+        a thread. Raises ValueError for what does not go together, and for items that are not taken
+        in this form."""
+
+
 class ImageProcessor(MediaProcessor, Protocol):
     """Processes pictures."""
 

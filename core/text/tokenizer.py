@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -31,6 +31,11 @@ from .tokenizer_files import (
     read_json,
     template_text,
 )
+
+if TYPE_CHECKING:
+    from ..config import EngineConfig
+    from ..loading.model_config import ModelConfig
+    from ..registry import Plugins
 
 _MARKUP = frozenset("<>[]|｜{}")
 _LOSSY_CHARACTERS = 256
@@ -78,6 +83,20 @@ class Tokenizer:
         self._texts: dict[int, str] = {}
 
     # ------------------------------------------------------------ loading
+
+    @classmethod
+    def of_engine(
+        cls, config: EngineConfig, model_config: ModelConfig, plugins: Plugins
+    ) -> Tokenizer:
+        """Load the tokenizer that an engine's configuration names. Raises as `load`."""
+        return cls.load(
+            config.tokenizer or str(model_config.path),
+            revision=config.tokenizer_revision,
+            chat_template=config.chat_template,
+            formats=plugins["checkpoint_format"],
+            mode=config.tokenizer_mode,
+            download_dir=config.download_dir,
+        )
 
     @classmethod
     def load(

@@ -210,7 +210,6 @@ MISSING: dict[str, str] = {
     "--enable-mamba-cache-stochastic-rounding": "states are rounded to the nearest value",
     "--mamba-cache-philox-rounds": "states are rounded to the nearest value",
     "--enable-mfu-metrics": "see `jackfield bench`, which compares with the device's bounds",
-    "--enable-mm-embeds": _PICTURES,
     "--enable-nccl-comm-suspend": "connections between ranks last while an engine sleeps",
     "--enable-per-request-metrics": "responses have no metrics; GET /metrics has them in all",
     "--enable-scale-out": "prompts are rendered and computed by one server",

@@ -11,8 +11,9 @@ class TestMine(MediaModelKit):
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -69,6 +70,9 @@ class MediaModelKit(Kit):
     """Subclass it, and implement how a checkpoint is written."""
 
     kind = "media_model"
+    given_as_rows: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    """Modalities whose processor has `of_rows` → its fields, and the tensors of an item that have
+    the same."""
 
     @classmethod
     def write(cls, folder: Path) -> None:
@@ -148,6 +152,21 @@ class MediaModelKit(Kit):
             [rows] = self.encode(encoder, item)
             assert rows.shape == (sum(embedded), width), (modality, size)
             assert torch.isfinite(rows).all()
+
+    def test_rows_that_are_given_stand_where_an_item_stands(
+        self, processors: dict[str, Any]
+    ) -> None:
+        for modality, size in itertools.product(self.given_as_rows, SIZES):
+            item = process(processors[modality], modality, size)
+            fields = {
+                name: np.asarray(item.tensors[tensor])
+                for name, tensor in self.given_as_rows[modality].items()
+            }
+            content = content_of(item, modality, "")
+            [given] = processors[modality].of_rows(content.num_rows, fields)
+            assert not given.tensors and given.grid == item.grid
+            again = content_of(given, modality, "")
+            assert (again.token_ids, again.runs) == (content.token_ids, content.runs)
 
     def test_tensors_depend_on_the_item_alone(self, processors: dict[str, Any]) -> None:
         for modality, processor in processors.items():

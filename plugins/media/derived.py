@@ -60,7 +60,7 @@ class DerivedProcessor(ImageProcessor):
         names = kind.get_attributes()
         try:
             self._writer = kind.from_args_and_dict([made.get(name) for name in names], fields)
-            self.image(Image.new("RGB", (64, 64)))
+            sample = self.image(Image.new("RGB", (64, 64)))
         except Exception as error:
             param = OPTION if setup.processor_kwargs else "model"
             raise ConfigError(
@@ -68,7 +68,14 @@ class DerivedProcessor(ImageProcessor):
                 f"process a picture ({type(error).__name__}: {error})",
                 param=param,
             ) from error
+        self._alike = set(sample.token_ids) == {setup.config.image_token_id}
         return self.token(self._writer.image_token)
+
+    def of_count(self, count: int) -> ProcessedMedia:
+        """Where rows alone stand for a picture."""
+        if not self._alike:
+            return super().of_count(count)
+        return ProcessedMedia({}, [self.config.image_token_id] * count)
 
     def written(self, image: Image) -> tuple[Mapping[str, Any], str]:
         """Return a picture's tensors, and the text that stands for it."""

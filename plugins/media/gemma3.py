@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
@@ -19,11 +20,14 @@ class Gemma3Processor(ImageProcessor):
         return int(setup.config.boi_token_index)
 
     def processed(self, tensors: Mapping[str, np.ndarray]) -> ProcessedMedia:
-        config = self.config
-        count = config.mm_tokens_per_image
-        tokens = [config.boi_token_index, *[config.image_token_id] * count, config.eoi_token_index]
         kept = {name: tensor for name, tensor in tensors.items() if name != "num_crops"}
-        return ProcessedMedia(kept, tokens, [False, *[True] * count, False])
+        stands = self.of_count(self.config.mm_tokens_per_image)
+        return dataclasses.replace(stands, tensors=kept)
+
+    def of_count(self, count: int) -> ProcessedMedia:
+        config = self.config
+        tokens = [config.boi_token_index, *[config.image_token_id] * count, config.eoi_token_index]
+        return ProcessedMedia({}, tokens, [False, *[True] * count, False])
 
 
 class Gemma3(Pictures):

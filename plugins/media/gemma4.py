@@ -3,6 +3,7 @@ a window; and recordings, read by a conformer (USM, arXiv 2303.01037)."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -17,14 +18,14 @@ from .recordings import AudioEncoder, FeatureExtractor
 
 class Gemma4Processor(ImageProcessor):
     def processed(self, tensors: Mapping[str, np.ndarray]) -> ProcessedMedia:
+        kept = {name: tensors[name] for name in ("pixel_values", "image_position_ids")}
+        stands = self.of_count(int(tensors["num_soft_tokens_per_image"][0]))
+        return dataclasses.replace(stands, tensors=kept)
+
+    def of_count(self, count: int) -> ProcessedMedia:
         config = self.config
-        count = int(tensors["num_soft_tokens_per_image"][0])
         tokens = [config.boi_token_id, *self.repeated(count), config.eoi_token_id]
-        return ProcessedMedia(
-            {name: tensors[name] for name in ("pixel_values", "image_position_ids")},
-            tokens,
-            [False, *[True] * count, False],
-        )
+        return ProcessedMedia({}, tokens, [False, *[True] * count, False])
 
 
 class Gemma4Features(FeatureExtractor):

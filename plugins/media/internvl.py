@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -36,9 +37,12 @@ class InternVLProcessor(ImageProcessor):
     def processed(self, tensors: Mapping[str, np.ndarray]) -> ProcessedMedia:
         pixels = tensors["pixel_values"]
         count = len(pixels) * tile_rows(self.config, pixels.shape[-2:])
-        tokens = [self._begin, *self.repeated(count), self._end]
         kept = {name: tensor for name, tensor in tensors.items() if name != "num_patches"}
-        return ProcessedMedia(kept, tokens, [token == self.placeholder_id for token in tokens])
+        return dataclasses.replace(self.of_count(count), tensors=kept)
+
+    def of_count(self, count: int) -> ProcessedMedia:
+        tokens = [self._begin, *self.repeated(count), self._end]
+        return ProcessedMedia({}, tokens, [False, *[True] * count, False])
 
 
 class InternVLVideo(FrameVideo):

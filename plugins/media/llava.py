@@ -24,6 +24,9 @@ class LlavaProcessor(ImageProcessor):
             count -= 1  # The first row is left out.
         return ProcessedMedia(tensors, self.repeated(count))
 
+    def of_count(self, count: int) -> ProcessedMedia:
+        return ProcessedMedia({}, self.repeated(count))
+
 
 class Llava(Pictures):
     processor_class = LlavaProcessor

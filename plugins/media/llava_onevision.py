@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from ...core.nn.context import BuildContext
 from ...core.protocols.media import MediaProcessor, MediaSetup, ProcessedMedia
 from .family import Pictures
 from .frames import FramesEncoder, FrameVideo
-from .processor import ImageProcessor
+from .processor import ImageProcessor, check_fields
 
 
 class OnevisionProcessor(ImageProcessor):
@@ -22,6 +22,9 @@ class OnevisionProcessor(ImageProcessor):
         height, width = (int(size) for size in sizes[0])
         count = self._num_rows(height, width, pixels.shape[-1])
         return ProcessedMedia({"pixel_values": pixels, "image_sizes": sizes}, self.repeated(count))
+
+    def of_count(self, count: int) -> ProcessedMedia:
+        return ProcessedMedia({}, self.repeated(count))
 
     def _num_rows(self, height: int, width: int, tile: int) -> int:
         """Return the rows of a picture: of the whole, of its tiles without padding, and one after
@@ -49,6 +52,11 @@ class OnevisionVideo(FrameVideo):
 
     def num_rows(self, count: int) -> int:
         return count * pooled_rows(self.config) + 1
+
+    def of_rows(self, count: int, fields: Mapping[str, np.ndarray]) -> Sequence[ProcessedMedia]:
+        """See `protocols.media.TakesRows`."""
+        check_fields(fields)
+        return [ProcessedMedia({}, [self.placeholder_id] * count)]
 
 
 def pooled_rows(config: Any) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...core.protocols.media import MediaSetup, ProcessedMedia
 from .family import Pictures
-from .processor import ImageProcessor
+from .processor import ImageProcessor, check_count, check_fields, sizes_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,14 +30,23 @@ class PixtralProcessor(ImageProcessor):
 
     def processed(self, tensors: Mapping[str, np.ndarray]) -> ProcessedMedia:
         height, width = (int(size) for size in tensors["image_sizes"][0])
-        columns = width // self._side
-        tokens = [*self.repeated(columns), self._break] * (height // self._side)
-        tokens[-1] = self._end
-        return ProcessedMedia(
-            {name: tensors[name] for name in ("pixel_values", "image_sizes")},
-            tokens,
-            [token == self.placeholder_id for token in tokens],
-        )
+        kept = {name: tensors[name] for name in ("pixel_values", "image_sizes")}
+        return self._written(kept, height // self._side, width // self._side)
+
+    def of_rows(self, count: int, fields: Mapping[str, np.ndarray]) -> Sequence[ProcessedMedia]:
+        name = "image_sizes"
+        check_fields(fields, name)
+        grids = [[side // self._side for side in sizes] for sizes in sizes_of(fields, name, 2)]
+        check_count(count, [math.prod(grid) for grid in grids], name)
+        return [self._written({}, *grid) for grid in grids]
+
+    def _written(
+        self, tensors: Mapping[str, np.ndarray], lines: int, columns: int
+    ) -> ProcessedMedia:
+        tokens = [*self.repeated(columns), self._break] * lines
+        tokens[-1:] = [self._end]
+        embedded = [token == self.placeholder_id for token in tokens]
+        return ProcessedMedia(tensors, tokens, embedded)
 
 
 class Mistral3(Pictures):

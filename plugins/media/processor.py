@@ -120,6 +120,43 @@ class ImageProcessor:
         """Return what stands for a picture, of which these are the processor's tensors."""
         raise NotImplementedError
 
+    def of_rows(self, count: int, fields: Mapping[str, np.ndarray]) -> Sequence[ProcessedMedia]:
+        """See `protocols.media.TakesRows`. By default, one picture of which the number of rows
+        says all."""
+        check_fields(fields)
+        return [self.of_count(count)]
+
+    def of_count(self, count: int) -> ProcessedMedia:
+        """Return what stands for a picture of so many rows, without tensors. Raises ValueError if
+        that takes more than their number."""
+        raise ValueError("pictures of this model's family are not taken as embeddings")
+
     def repeated(self, count: int) -> Sequence[int]:
         """Return so many placeholders."""
         return [self.placeholder_id] * int(count)
+
+
+def check_fields(fields: Mapping[str, np.ndarray], *names: str) -> None:
+    """Raise ValueError unless these sizes alone are there beside rows."""
+    if missing := [name for name in names if name not in fields]:
+        raise ValueError(f"{missing[0]} is missing, which says how large the items are")
+    if unknown := sorted(fields.keys() - set(names)):
+        raise ValueError(f"{unknown[0]}: is not taken here")
+
+
+def sizes_of(fields: Mapping[str, np.ndarray], name: str, width: int) -> list[list[int]]:
+    """Return a field's sizes, [items, width], all of them from 1. Raises ValueError."""
+    sizes = fields[name].reshape(1, -1) if fields[name].ndim == 1 else fields[name]
+    if sizes.ndim != 2 or sizes.shape[1] != width or sizes.dtype.kind not in "iu":
+        shape, kind = list(sizes.shape), sizes.dtype
+        raise ValueError(f"{name}: must be whole numbers of [items, {width}], got {kind} {shape}")
+    if not len(sizes) or sizes.min() < 1:
+        raise ValueError(f"{name}: sizes begin with 1")
+    own: list[list[int]] = sizes.tolist()
+    return own
+
+
+def check_count(count: int, counts: Sequence[int], name: str) -> None:
+    """Raise ValueError unless items of so many rows have `count` together."""
+    if sum(counts) != count:
+        raise ValueError(f"{name}: says {sum(counts)} rows, and there are {count}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
@@ -15,7 +15,7 @@ import numpy as np
 from ...core.errors import ConfigError
 from ...core.protocols.media import MediaSetup, ProcessedMedia, Sampling, Video
 from .frames import CLIP_DEVIATION, CLIP_MEAN, normalisation, resize_frames, video_options
-from .processor import NORMALISATION
+from .processor import NORMALISATION, check_count, check_fields, sizes_of
 
 MAX_RATIO = 200
 
@@ -78,11 +78,32 @@ class QwenVideo:
             tensors, tokens, grid=units, frame_positions=self.frame_positions(video, units[0])
         )
 
+    def of_rows(self, count: int, fields: Mapping[str, np.ndarray]) -> Sequence[ProcessedMedia]:
+        """See `protocols.media.TakesRows`. A pair of frames lasts one second."""
+        name = "video_grid_thw"
+        check_fields(fields, name)
+        grids = [
+            (frames, rows // self._merge, columns // self._merge)
+            for frames, rows, columns in sizes_of(fields, name, 3)
+        ]
+        check_count(count, [math.prod(grid) for grid in grids], name)
+        return [
+            ProcessedMedia(
+                {}, [self.placeholder_id] * math.prod(grid), grid=grid,
+                frame_positions=self._positions(self._pair, grid[0]),
+            )
+            for grid in grids
+        ]  # fmt: skip
+
     def frame_positions(self, video: Video, count: int) -> tuple[int, ...]:
         """See `ProcessedMedia`."""
+        return self._positions(video.sampled_fps, count)
+
+    def _positions(self, fps: float, count: int) -> tuple[int, ...]:
+        """Return the positions of pairs of frames, of which there are `fps` frames per second."""
         if self.positions_per_second is None:
             return ()
-        step = self.positions_per_second * self._pair / video.sampled_fps
+        step = self.positions_per_second * self._pair / fps
         return tuple(int(number * step) for number in range(count))
 
     @property
@@ -124,6 +145,9 @@ class Qwen3Video(QwenVideo):
                 param="skip_tokenizer_init",
             )
         self.tokenize = setup.tokenize
+
+    def of_rows(self, count: int, fields: Mapping[str, np.ndarray]) -> Sequence[ProcessedMedia]:
+        raise ValueError("videos of this model have times as text, and are not taken as embeddings")
 
     def resized(self, count: int, height: int, width: int) -> tuple[int, int]:
         side = self._patch * self._merge

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from .encoder import TransformersEncoder
 from .family import Pictures
 from .mrope import positions_of, sections_of
 from .packed import pack
-from .processor import ImageProcessor
+from .processor import ImageProcessor, check_count, check_fields, sizes_of
 from .qwen_video import GlmVideo, Qwen3Video, QwenVideo
 
 
@@ -35,15 +36,21 @@ class QwenProcessor(ImageProcessor):
         return pixels.reshape(len(pixels), 3, frames, -1)[:, :, 0].astype(np.uint8)
 
     def processed(self, tensors: Mapping[str, np.ndarray]) -> ProcessedMedia:
-        grid = tensors["image_grid_thw"]
-        frames, rows, columns = (int(size) for size in grid[0])
+        units = self._units(tensors["image_grid_thw"][0])
+        return ProcessedMedia(tensors, self.repeated(math.prod(units)), grid=units)
+
+    def of_rows(self, count: int, fields: Mapping[str, np.ndarray]) -> Sequence[ProcessedMedia]:
+        name = "image_grid_thw"
+        check_fields(fields, name)
+        grids = [self._units(sizes) for sizes in sizes_of(fields, name, 3)]
+        check_count(count, [math.prod(units) for units in grids], name)
+        return [ProcessedMedia({}, self.repeated(math.prod(g)), grid=g) for g in grids]
+
+    def _units(self, grid: Sequence[int]) -> tuple[int, int, int]:
+        """Return a picture's frames, and rows and columns of units, by those of its patches."""
+        frames, rows, columns = (int(size) for size in grid)
         merge = self.config.vision_config.spatial_merge_size
-        units = frames, rows // merge, columns // merge
-        return ProcessedMedia(
-            tensors,
-            self.repeated(np.prod(units)),
-            grid=units,
-        )
+        return frames, rows // merge, columns // merge
 
 
 GRIDS = "image_grid_thw"

@@ -14,6 +14,7 @@ import torch
 from ...core.errors import ConfigError
 from ...core.protocols.media import MediaSetup, ProcessedMedia
 from .encoder import TransformersEncoder
+from .processor import check_fields
 
 OPTION = "mm_processor_kwargs"
 
@@ -71,6 +72,11 @@ class FeatureExtractor:
     def written(self, count: int) -> tuple[list[int], list[bool] | None]:
         """Return what stands for so many rows, and which tokens do (None: all)."""
         return [self.placeholder_id] * count, None
+
+    def of_rows(self, count: int, fields: Mapping[str, np.ndarray]) -> Sequence[ProcessedMedia]:
+        """See `protocols.media.TakesRows`."""
+        check_fields(fields)
+        return [ProcessedMedia({}, *self.written(count))]
 
     def tensors(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Return what the encoder takes."""

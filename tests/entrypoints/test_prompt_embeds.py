@@ -146,7 +146,7 @@ def deflated() -> bytes:
 
 
 BAD: list[tuple[Any, str]] = [
-    (b"x", "is no tensor that torch.save wrote"),
+    (b"x", "is no tensor that torch.save, numpy.save or safetensors wrote"),
     ("no base64!", "must be base64"),
     (saved(Trap()), "is no tensor that torch.save wrote"),
     (saved({"a": torch.zeros(2, SIZE)}), "must be one tensor, not dict"),
@@ -160,6 +160,7 @@ BAD: list[tuple[Any, str]] = [
     (saved(torch.zeros(2, SIZE).to_sparse()), "must be a dense tensor"),
     (saved(torch.zeros(2, SIZE).to_sparse_csr()), "must be a dense tensor"),
     (saved(torch.zeros(2, SIZE, device="meta")), "must be a dense tensor|is no tensor"),
+    (saved(torch.zeros(2, SIZE).fill_(torch.nan)), "row 0 has numbers that are not finite"),
     (saved([0] * 100_000), "must be one tensor"),
     (3, "must be a tensor, bytes or base64, not int"),
 ]
@@ -189,7 +190,7 @@ def test_every_type_keeps_its_numbers(dtype: torch.dtype) -> None:
     rows = embeds(1, 130).to(dtype)
     token_ids, items = embeds_items(saved(rows[None]), SIZE, 130)
     assert len(token_ids) == 130 and [item.start for item in items] == [0, 64, 128]
-    tensors = [item.content.tensors["prompt_embeds"] for item in items]
+    tensors = [item.content.tensors["rows"] for item in items]
     read = [
         torch.frombuffer(bytearray(t.data), dtype=getattr(torch, t.dtype)).view(t.shape)
         for t in tensors

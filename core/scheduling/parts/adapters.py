@@ -415,7 +415,7 @@ class Adapters(SchedulerPart):
         for use in uses:
             counts[use.number] = counts.get(use.number, 0) + 1
             assert use.number in self._residents, f"adapter {use.number} runs without a place"
-            assert len(self._residents[use.number].units) == use.units
+            assert len(self._residents[use.number].units) == use.units, "units are miscounted"
         assert counts == self._running, f"{self._running} run, not {counts}"
         assert len(counts) <= self._max_running, f"{len(counts)} adapters run"
         units = [*self._free_units, *(u for r in self._residents.values() for u in r.units)]
@@ -428,7 +428,7 @@ class Adapters(SchedulerPart):
             if (use := _use(request)) is not None:
                 live[use.number] = live.get(use.number, 0) + 1
         assert live == self._live, f"{self._live} live, not {live}"
-        assert self._parked.keys() <= self._waits.keys() <= live.keys()
+        assert self._parked.keys() <= self._waits.keys() <= live.keys(), "waits of no request"
         return ()
 
 

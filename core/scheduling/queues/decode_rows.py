@@ -191,6 +191,7 @@ class DecodeRows:
             assert (following + left) % self._block_size == block_key, "a block at a wrong plan"
             rest = request.max_total_tokens - request.num_tokens
             assert end_key == following + rest, "ends at a wrong plan"
-            assert request in self._needs_block[block_key] and request in self._ends[end_key]
+            assert request in self._needs_block[block_key], "its block is not at its plan"
+            assert request in self._ends[end_key], "its end is not at its plan"
         for book in (self._needs_block, self._ends.values()):
             assert sum(map(len, book)) == len(self._places), "a request stands at two plans"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,20 @@ import torch
 
 from ...config import EngineConfig
 from ...errors import ConfigError
+from ...media.largest import largest_items
 from ...nn.media import MediaContext, MediaRows, RopePositions
 from ...nn.spans import Span
-from ...parts.media import NAME, PROMPT_EMBEDS, EncodeMedia, MediaPlan, PlacedItem, SlotMedia
+from ...parts.media import (
+    NAME,
+    ROWS,
+    EncodeMedia,
+    MediaPlan,
+    MediaTensor,
+    PlacedItem,
+    SlotMedia,
+)
 from ...protocols.attention import PagedBackend
-from ...protocols.media import Spans
+from ...protocols.media import ProcessedMedia, Spans
 from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
 from ..batch import PersistentBatch, StepInputs
 from ..launched_step import LaunchedStep
@@ -32,15 +41,15 @@ class MediaStart(PartStart):
     def __init__(self, start: StartContext) -> None:
         self._start = start
         self._encoder: Any = getattr(start.model, "media", NoEncoder())
-        width = (1 + self._encoder.num_levels) * start.model_config.hidden_size
-        rows = start.config.max_num_batched_tokens
-        assert rows is not None
+        self._width = (1 + self._encoder.num_levels) * start.model_config.hidden_size
+        assert start.config.max_num_batched_tokens is not None
+        self._budget = start.config.max_num_batched_tokens
         media = start.model_config.media  # None: prompts are embeddings, of a text model.
         self._spans = None if media is None else media.spans
         if self._spans is not None:
             _check_span_options(start.config)
         self.needs = PartNeeds(
-            nbytes=rows * width * start.model_config.dtype.itemsize,
+            later_bytes=self._budget * self._width * start.model_config.dtype.itemsize,
             refuses=None if self._spans is None else _span_refusal,
         )
 
@@ -48,8 +57,16 @@ class MediaStart(PartStart):
         config = self._start.model_config
         return Media(
             self._encoder, site.batch, config.hidden_size, config.dtype,
-            spans=self._spans,
+            spans=self._spans, budget=self._budget, largest=self._largest,
         )  # fmt: skip
+
+    def _largest(self) -> list[ProcessedMedia]:
+        """Return the largest item of each modality that requests may send. Blocks."""
+        own = self._start
+        return largest_items(own.config, own.model_config, own.plugins)
+
+    def complete(self, num_blocks: int) -> Mapping[str, Any]:
+        return {"row_width": self._width}
 
 
 SPANS = "tokens of prompts of this model see each other"
@@ -111,8 +128,14 @@ class Media(WorkerPart):
         dtype: torch.dtype,
         *,
         spans: Spans | None,
+        budget: int,
+        largest: Callable[[], Sequence[ProcessedMedia]],
     ) -> None:
+        """budget: rows that a plan encodes, if it is not one item; largest: makes the largest items
+        that requests may send."""
         self._encoder = encoder
+        self._budget = budget
+        self._make_largest = largest
         self._batch = batch
         self._width = (1 + encoder.num_levels) * hidden_size
         self._dtype = dtype
@@ -134,6 +157,19 @@ class Media(WorkerPart):
             self._deltas = torch.zeros(count, dtype=torch.int64, device=batch.device)
         self._turned: set[int] = set()
         """Slots whose delta is not 0."""
+
+    def run_largest(self) -> int:
+        """Encode the largest item of each modality, as many of them as one plan may encode."""
+        most_rows = self._budget
+        for item in self._make_largest():
+            tensors = {name: MediaTensor.of(np.asarray(v)) for name, v in item.tensors.items()}
+            [rows] = self._encoder.encode([self._uploaded(tensors)])
+            num_rows = len(rows)
+            del rows
+            most_rows = max(most_rows, num_rows)
+            if (count := self._budget // num_rows) > 1:
+                self._encoder.encode([self._uploaded(tensors) for _ in range(count)])
+        return most_rows * self._width * self._dtype.itemsize
 
     # ------------------------------------------------------------ slots
 
@@ -192,13 +228,13 @@ class Media(WorkerPart):
 
     def _encoded(self, items: Sequence[EncodeMedia]) -> list[torch.Tensor]:
         """Return the rows of items, encoded together but for those that are given as rows."""
-        tensors = [self._uploaded(item) for item in items]
+        tensors = [self._uploaded(item.tensors) for item in items]
         encoded = iter(())
-        if others := [own for own in tensors if PROMPT_EMBEDS not in own]:
+        if others := [own for own in tensors if ROWS not in own]:
             encoded = iter(self._encoder.encode(others))
         outputs: list[torch.Tensor] = []
         for item, own in zip(items, tensors, strict=True):
-            rows = own.get(PROMPT_EMBEDS)
+            rows = own.get(ROWS)
             if rows is None:
                 rows = next(encoded)
             if rows.shape != (item.num_rows, self._width):
@@ -209,12 +245,12 @@ class Media(WorkerPart):
             outputs.append(rows.to(self._dtype))
         return outputs
 
-    def _uploaded(self, item: EncodeMedia) -> dict[str, torch.Tensor]:
+    def _uploaded(self, tensors: Mapping[str, MediaTensor]) -> dict[str, torch.Tensor]:
         return {
             name: torch.frombuffer(
                 bytearray(tensor.data), dtype=getattr(torch, tensor.dtype)
             ).view(tensor.shape).to(self._batch.device, non_blocking=True)
-            for name, tensor in item.tensors.items()
+            for name, tensor in tensors.items()
         }  # fmt: skip
 
     def _place(self, plan: StepPlan) -> None:

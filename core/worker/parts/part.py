@@ -137,6 +137,12 @@ class WorkerPart(PerSlot):
         """Do what `before` does for as many tokens, without a request, on the null block: so that
         kernels are compiled, and the memory of a step is measured."""
 
+    def run_largest(self) -> int:
+        """Do what takes most memory of what requests make it do besides steps, without a request:
+        it is measured, so that blocks leave it free. Return the bytes that stay taken afterwards,
+        beside steps and beside doing it again."""
+        return 0
+
     def warm_up(self) -> None:
         """Launch what is launched outside of the forward pass, so that it is compiled."""
 
@@ -166,6 +172,9 @@ class PartNeeds:
     """Of layers that attend to something else than the sequence."""
     nbytes: int = 0
     """Bytes of device memory that it holds besides blocks."""
+    later_bytes: int = 0
+    """Bytes that it comes to hold while requests run, for a cache whose size is given: else
+    `WorkerPart.run_largest` says how many."""
     extra_tables: int = 0
     """Block tables of a slot besides those of groups of layers, for sequences of the same length at
     most."""

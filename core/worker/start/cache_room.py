@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
 from ...config import EngineConfig
@@ -9,6 +12,8 @@ from ...parallel.ranks import Ranks
 from ..kv_cache.memory import CacheDemand, cache_space
 from ..mapped.regions import MappedMemory
 from .warmup import Warmup
+
+T = TypeVar("T")
 
 
 class CacheRoom:
@@ -47,11 +52,12 @@ class CacheRoom:
         longest = max(longest, min(self._max_num_batched_tokens, demand.max_model_len))
         return self._ranks.minimum_of_stages(longest, self._device)
 
-    def available(self, warmup: Warmup, state_bytes: int) -> int:
+    def available(self, warmup: Warmup, state_bytes: int, later_bytes: int) -> int:
         """Return each rank's bytes for blocks, after a step at full budget. state_bytes: already
-        allocated.
+        allocated; later_bytes: as `PartNeeds` has them.
         """
-        return self._ranks.minimum(self._available(warmup, state_bytes), self._device)
+        room = self._available(warmup, state_bytes, later_bytes)
+        return self._ranks.minimum(room, self._device)
 
     @property
     def _allocated(self) -> int:
@@ -68,20 +74,27 @@ class CacheRoom:
         space = cache_space(self._config, self._device)
         return None if space is None else max(0, space - state_bytes)
 
-    def _available(self, warmup: Warmup, state_bytes: int) -> int:
-        if (stated := self._given(state_bytes)) is not None:
+    def _available(self, warmup: Warmup, state_bytes: int, later_bytes: int) -> int:
+        if (stated := self._given(state_bytes + later_bytes)) is not None:
             return stated
         if self._config.num_gpu_blocks_override is not None:
             return 0
         resting = torch.cuda.memory_allocated(self._device)
-        warmup.run_largest()
-        torch.cuda.synchronize(self._device)
-        largest = torch.cuda.max_memory_allocated(self._device)
-        peak = largest - self._held_before + self._beside
+        # Parts do their work before a step, which takes the same memory again.
+        of_parts, kept = self._peak_of(warmup.run_largest_parts)
+        of_step, _ = self._peak_of(warmup.run_largest)
+        peak = max(of_parts, of_step) + kept - self._held_before + self._beside
         if not self._config.enforce_eager:
             # Graphs need as much memory of their own as the largest step.
-            peak += largest - resting
+            peak += of_step - resting
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         budget = int(total * self._config.gpu_memory_utilization) - peak
         return max(0, min(budget, free - (peak - self._allocated)))
+
+    def _peak_of(self, work: Callable[[], T]) -> tuple[int, T]:
+        """Return the most bytes that are allocated during work, and what it returns."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        result = work()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device), result

@@ -136,6 +136,10 @@ class Warmup:
             with self._runner.parts.recording(variant):
                 self.run(lengths, slots, context=self._max_model_len if end else 0)
 
+    def run_largest_parts(self) -> int:
+        """Do what parts do at most besides steps. Return the bytes that stay taken beside them."""
+        return sum(part.run_largest() for part in self._runner.parts)
+
     def _run_parts(self, num_tokens: int) -> None:
         for part in self._runner.parts:
             part.run_scratch(num_tokens)

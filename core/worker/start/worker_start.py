@@ -251,7 +251,8 @@ class WorkerStart:
             max_model_len=max_model_len,
             max_chunk=self._max_num_batched_tokens,
         )
-        length = room.length_of_tables(demand, held_bytes)
+        later_bytes = sum(need.later_bytes for need in needs)
+        length = room.length_of_tables(demand, held_bytes + later_bytes)
         sizes = {name: size for need in needs for name, size in need.batch.items()}
         further = length + sizes.get("num_drafts", 0)
         models = [need.model for need in needs if need.model is not None]
@@ -279,7 +280,8 @@ class WorkerStart:
         with self.ranks.pause():
             # How much there is to compile depends on this host's files.
             warmup.precompile(operations, graphs)
-        num_blocks = num_kv_blocks(config, demand, room.available(warmup, held_bytes))
+        available = room.available(warmup, held_bytes, later_bytes)
+        num_blocks = num_kv_blocks(config, demand, available)
         num_blocks = self.ranks.minimum_of_stages(num_blocks, device)
         fitting = None
         if config.max_model_len == "auto":
@@ -305,7 +307,7 @@ class WorkerStart:
             attention_backend=chosen.name,
             attention_reason=chosen.reason,
             weight_bytes=weight_bytes + sum(map(_weight_bytes, models)),
-            kv_cache_bytes=num_blocks * demand.block_bytes + held_bytes,
+            kv_cache_bytes=num_blocks * demand.block_bytes + held_bytes + later_bytes,
             block_bytes=demand.block_bytes,
             load_seconds=load_seconds,
             num_stages=self.ranks.pipeline.size,

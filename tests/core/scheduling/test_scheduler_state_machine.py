@@ -118,12 +118,12 @@ class ReplayingWorker:
     def compact(self, compactions: tuple[Compaction, ...]) -> None:
         """Keep some tokens of each, in any order; which ones is not the plan's business. Before
         the plan's transfers begin, and before its rows. Groups with a reach keep their blocks."""
-        assert len({each.slot for each in compactions}) == len(compactions)
+        assert len({each.slot for each in compactions}) == len(compactions), "compacted twice"
         contents = {}
         whole = [n for n, group in enumerate(self.groups) if group.reach is None]
         new = {each.slot: {b for n in whole for b in each.tables[n]} for each in compactions}
         for each in compactions:
-            assert len(each.tables) == len(self.groups)
+            assert len(each.tables) == len(self.groups), "a table per group"
             for number in whole:
                 columns = self.tables[each.slot][number]
                 # Later columns may be left from rejected drafts.
@@ -140,15 +140,15 @@ class ReplayingWorker:
             old = [self._held(slot, number) for number in range(len(self.groups))]
             self.num_compactions += 1
             self.owners[slot] = self.num_compactions
-            assert all(len(held) == each.num_tokens for held in old)
-            assert 0 < each.kept <= each.num_tokens
+            assert all(len(held) == each.num_tokens for held in old), "has other tokens"
+            assert 0 < each.kept <= each.num_tokens, "keeps none, or more"
             dropped = each.num_tokens - each.kept
             for reach in (reach for group in self.groups for reach in group.inner_reaches):
                 assert dropped % reach.alignment == 0, "a chunk begins elsewhere"
                 assert dropped <= first_seen(reach, each.num_tokens), "drops what is seen"
             self.held[slot] = []
             for number, (held, target) in enumerate(zip(old, each.tables, strict=True)):
-                assert len(target) == -(-each.kept // self.block_size)
+                assert len(target) == -(-each.kept // self.block_size), "another number of blocks"
                 if number in whole:
                     order = sorted(range(len(held)), key=lambda index: (index * 7919) % 101)
                     chosen = sorted(order[: each.kept])
@@ -166,7 +166,7 @@ class ReplayingWorker:
         a move's tokens at once. sizes: level → tokens of a block."""
         for each in requests:
             slot, before = each.slot, self.owners.get(each.slot)
-            assert each.num_computed == self.computed[slot]
+            assert each.num_computed == self.computed[slot], "computed another number"
             old = [self._held(slot, number) for number in range(len(self.groups))]
             self.num_compactions += 1
             self.owners[slot] = before or self.num_compactions
@@ -180,19 +180,23 @@ class ReplayingWorker:
                     held.append(old[number][dropped:])
                     continue
                 blocks, newest = self._move_group(each, number, own[number], sizes)
-                assert list(each.tables[number]) == [*blocks, *newest]
+                assert list(each.tables[number]) == [*blocks, *newest], "another table"
                 self.tables[slot][number] = dict(enumerate(each.tables[number]))
                 first = old[number].index(None) if None in old[number] else len(old[number])
                 whole = [place for place in old[number] if place is not None]
                 count = length - len(blocks) * self.block_size
-                assert first in (0, len(old[number])) and 0 <= count <= len(whole)
+                assert first in (0, len(old[number])) and 0 <= count <= len(whole), (
+                    "levels amid newest tokens"
+                )
                 padding: list[int | None] = [None] * (len(blocks) * self.block_size)
                 held.append(padding + whole[len(whole) - count :])
             self.held[slot] = held
             tokens = tuple(
                 len(own[0].get(level, ())) for level in range(1, len(each.level_tokens) + 1)
             )
-            assert self.groups[0].reach is not None or tokens == each.level_tokens
+            assert self.groups[0].reach is not None or tokens == each.level_tokens, (
+                "miscounted levels"
+            )
 
     def _move_group(
         self,
@@ -208,24 +212,28 @@ class ReplayingWorker:
         newest = [columns[column] for column in range(begin, end)]
         for move in each.moves:
             blocks, size = move.blocks[number], sizes[move.source]
-            assert move.num_tokens == len(blocks) * size > 0
+            assert move.num_tokens == len(blocks) * size > 0, "moves parts of blocks"
             if move.source:
                 places = own[move.source][: move.num_tokens]
                 del own[move.source][: move.num_tokens]
             else:
-                assert list(blocks) == newest[: len(blocks)]
+                assert list(blocks) == newest[: len(blocks)], "moves others than the oldest"
                 del newest[: len(blocks)]
                 places = [(block, offset) for block in blocks for offset in range(size)]
-            assert list(dict.fromkeys(block for block, _ in places)) == list(blocks)
+            assert list(dict.fromkeys(block for block, _ in places)) == list(blocks), (
+                "moves other blocks"
+            )
             contents = [self.kv[place] for place in places]
             order = sorted(range(len(contents)), key=lambda index: (index * 7919) % 101)
             for target in move.targets:
                 kept, order = sorted(order[: target.kept]), order[target.kept :]
-                assert len(kept) == target.kept > 0
+                assert len(kept) == target.kept > 0, "keeps none, or more"
                 had, size = own.setdefault(target.level, []), sizes[target.level]
-                assert target.first == len(had) % size
+                assert target.first == len(had) % size, "begins elsewhere in its block"
                 assert not target.first or target.blocks[number][0] == had[-1][0], "no gap"
-                assert len(target.blocks[number]) == -(-(target.first + len(kept)) // size)
+                assert len(target.blocks[number]) == -(-(target.first + len(kept)) // size), (
+                    "another number of blocks"
+                )
                 for place, index in enumerate(kept, target.first):
                     where = target.blocks[number][place // size], place % size
                     self.kv[where] = (*contents[index][:3], self.owners[each.slot])
@@ -237,9 +245,9 @@ class ReplayingWorker:
         self, slot: int, number: int, dropped: int, target: tuple[int, ...], before: int | None
     ) -> None:
         """A table that begins later: what it has is as it was, and for the same request."""
-        assert dropped % self.block_size == 0
+        assert dropped % self.block_size == 0, "drops a part of a block"
         reach = self.groups[number].reach
-        assert reach is not None and dropped % reach.alignment == 0
+        assert reach is not None and dropped % reach.alignment == 0, "a chunk begins elsewhere"
         shift, old = dropped // self.block_size, self.tables[slot][number]
         for column, block in enumerate(target):
             assert not block or block == old[column + shift], "moved"
@@ -265,11 +273,11 @@ class ReplayingWorker:
             for state in self._states:
                 state.pop(slot, None)
         for rejection in drafts_of(plan).rejections:
-            assert rejection.num_tokens > 0
+            assert rejection.num_tokens > 0, "a rejection of nothing"
             self.bounds[rejection.slot] -= rejection.num_tokens
         for start in plan.starts:
             assert start.slot not in self.tables, "a slot is used twice"
-            assert 0 <= start.slot < self.max_num_seqs
+            assert 0 <= start.slot < self.max_num_seqs, "no such slot"
             self.tokens[start.slot] = list(start.token_ids)
             self.computed[start.slot] = self.bounds[start.slot] = start.num_computed_tokens
             # The last one is that of a source.
@@ -281,15 +289,19 @@ class ReplayingWorker:
             self.tables[write.slot][write.group].update(zip(columns, write.block_ids, strict=True))
 
         if not look:
-            assert plan.slots or plan.parts or report is not None
+            assert plan.slots or plan.parts or report is not None, "an empty plan"
         if metadata_of(plan) is None:  # Jobs of this process stand for the bytes here.
-            assert PartTypes().plan(PLANS.decode(msgspec.msgpack.encode(plan))) == plan
-        assert len(set(plan.slots)) == len(plan.slots)
-        assert len(plan.slots) == len(plan.num_tokens) == len(plan.samples)
-        assert plan.total_tokens <= self.budget
+            assert PartTypes().plan(PLANS.decode(msgspec.msgpack.encode(plan))) == plan, (
+                "other on the wire"
+            )
+        assert len(set(plan.slots)) == len(plan.slots), "a slot has two rows"
+        assert len(plan.slots) == len(plan.num_tokens) == len(plan.samples), (
+            "columns of two lengths"
+        )
+        assert plan.total_tokens <= self.budget, "more tokens than a step has"
         started = {start.slot for start in plan.starts}
         num_drafts = drafts_of(plan).num_drafts or (0,) * len(plan.slots)
-        assert len(num_drafts) == len(plan.slots)
+        assert len(num_drafts) == len(plan.slots), "drafts of other rows"
         kinds = [
             1 if drafts else 2 * (not (count == 1 and sampled and slot not in started))
             for slot, count, sampled, drafts in zip(
@@ -301,14 +313,16 @@ class ReplayingWorker:
         ahead: dict[int, list[int]] = {}
         """Slot → its tokens and drafts, as this step sees them."""
         for slot, count, drafts in zip(plan.slots, plan.num_tokens, num_drafts, strict=True):
-            assert count >= 1 and drafts < count
+            assert count >= 1 and drafts < count, "a row without a token of its own"
             padding = [0] * drafts
             ahead[slot] = [*self.tokens[slot], *(self.drafts.get(slot, []) + padding)[:drafts]]
             self.bounds[slot] += count
             assert self.bounds[slot] >= self.computed[slot] + count, "the host's bound is none"
             columns = -(-self.bounds[slot] // self.block_size)
             tables = self.tables[slot][: len(self.groups)]
-            assert all(columns - 1 in table for table in tables) or slot in self.held
+            assert all(columns - 1 in table for table in tables) or slot in self.held, (
+                "a row without a block"
+            )
             for position in range(self.computed[slot], self.computed[slot] + count):
                 prefix = tuple(ahead[slot][: position + 1])
                 assert len(prefix) == position + 1, "computes a token that does not exist"
@@ -381,7 +395,7 @@ class ReplayingWorker:
 
     def _place(self, slot: int, group: int, position: int) -> tuple[int, int]:
         block = self.tables[slot][group][position // self.block_size]
-        assert 0 < block < self.num_blocks
+        assert 0 < block < self.num_blocks, "no such block"
         return block, position % self.block_size
 
 
@@ -391,7 +405,7 @@ def first_seen(reach: Reach | None, position: int) -> int:
         return 0
     if reach.window is not None:
         return max(0, position - reach.window + 1)
-    assert reach.chunk_size is not None
+    assert reach.chunk_size is not None, "neither window nor chunks"
     chunks = [p // reach.chunk_size for p in range(position + 1)]
     return next(p for p, c in enumerate(chunks) if chunks[-1] - c <= reach.chunk_lookback)
 
@@ -536,7 +550,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         leader = None
         for _ in range(1 + siblings):
-            assert params.max_tokens is not None
+            assert params.max_tokens is not None, "without a bound"
             # Admission: within the context, and nothing that could never finish.
             max_tokens = min(params.max_tokens, self.max_model_len - len(prompt))
             total = len(prompt) + max_tokens
@@ -643,7 +657,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert ended <= had_part, "a request without a part in the step was ended"
         self.failed_later |= ended
         self.take(updates)
-        assert self.scheduler.num_running == 0
+        assert self.scheduler.num_running == 0, "requests run on after a failed step"
 
     def blocks_of_transfers(self) -> set[int]:
         """Those that no step writes to."""
@@ -683,7 +697,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def reset_prefix_cache(self):
         unused = self.scheduler.num_running == 0 and not self.num_transfers
-        assert self.scheduler.reset_prefix_cache() == unused
+        assert self.scheduler.reset_prefix_cache() == unused, "reset while in use, or not reset"
 
     @property
     def transfers(self) -> KVTransfer | None:
@@ -701,8 +715,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def books_balance(self):
         # Not after each rule: a check brings counters up to date.
         self.num_looks += 1
-        assert self.scheduler.in_flight == len(self.flying)
-        assert self.scheduler.num_running <= self.max_num_seqs
+        assert self.scheduler.in_flight == len(self.flying), "plans in flight are miscounted"
+        assert self.scheduler.num_running <= self.max_num_seqs, "more requests run than slots"
         if self.num_looks % 3:
             return
         self.scheduler.check_invariants()
@@ -747,21 +761,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         self.run_to_the_end()
         assert not self.scheduler.has_work, "somebody never finishes"
-        assert self.ended == set(self.all)
-        assert self.scheduler.kv.num_used_blocks == self.num_lost_blocks
+        assert self.ended == set(self.all), "a request has not ended"
+        assert self.scheduler.kv.num_used_blocks == self.num_lost_blocks, "blocks leak"
         for request_id, request in self.all.items():
             expected = expected_output(request, self.salts[request_id], self.max_model_len)
             received = self.received[request_id]
-            assert received == request.output_token_ids
+            assert received == request.output_token_ids, "the updates say other tokens"
             if request_id in self.failed_later:
-                assert received == expected[: len(received)]
+                assert received == expected[: len(received)], "other tokens than expected"
             elif request_id in self.failed:
-                assert not received
+                assert not received, "a failed request has output"
             elif request_id in self.aborted:
-                assert received == expected[: len(received)]
+                assert received == expected[: len(received)], "other tokens than expected"
             else:
-                assert received == expected
-                assert request.finish_reason in ("stop", "length")
+                assert received == expected, "other tokens than expected"
+                assert request.finish_reason in ("stop", "length"), "ended for another reason"
 
 
 @dataclass

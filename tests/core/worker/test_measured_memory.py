@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import seeing_models
 import torch
 import transformers
 from test_latent_graphs import INDEXED, SIZES, Plugin
@@ -130,3 +131,51 @@ async def test_no_step_takes_more_memory_than_the_measured_one(
     assert measured[:2] == (BUDGET, LONGEST)
     assert any(tokens == BUDGET and longest > 180 for tokens, longest, _ in taken)
     assert max(nbytes for _, _, nbytes in taken) <= measured[2], (measured, taken)
+
+
+@pytest.mark.parametrize("family", ["InternVL", "Qwen2VL"])
+async def test_no_pictures_of_a_plan_take_more_memory_than_the_measured_ones(
+    family: str, tmp_path: Path
+) -> None:
+    """Of any sizes, as many as a plan encodes."""
+    seeing_models.save(f"{family}ForConditionalGeneration", tmp_path)
+    options = EngineConfig(
+        model=str(tmp_path), device="cpu", dtype="float32", max_model_len=LONGEST,
+        max_num_batched_tokens=2 * BUDGET, num_gpu_blocks_override=200,
+    )  # fmt: skip
+    counter = LiveBytes()
+    taken: list[tuple[int, int]] = []
+    """Items that were encoded together, and the bytes that it took."""
+    async with AsyncEngine(options) as engine:
+        executor: Any = engine.core.executor
+        worker = executor._worker
+        encoder = worker.runner.model.media
+        encode = encoder.encode
+
+        def counted(items: Any) -> Any:
+            kept = counter.peak = counter.live
+            with counter:
+                outputs = encode(items)
+            taken.append((len(items), counter.peak - kept))
+            return outputs
+
+        encoder.encode = counted
+        largest = torch.inference_mode()(worker._started.warmup.run_largest_parts)
+        kept = await executor._thread.call(largest)
+        measured = max(nbytes for _, nbytes in taken)
+        taken.clear()
+        sizes = [(40, 32), (700, 500), (300, 900), (512, 512), (90, 17), (31, 33)] * 2
+        written = seeing_models.FAMILIES[f"{family}ForConditionalGeneration"].written
+
+        async def see(seed: int, size: tuple[int, int]) -> None:
+            images = {"image": seeing_models.picture(seed, *size)}
+            prompt: Any = {"prompt": f"{written}?", "multi_modal_data": images}
+            async for _ in engine.generate(prompt, SamplingParams(max_tokens=1)):
+                pass
+
+        await asyncio.gather(*(see(seed, size) for seed, size in enumerate(sizes)))
+    assert kept >= 2 * BUDGET * encoder.hf.config.text_config.hidden_size * 4
+    assert any(count > 1 for count, _ in taken)
+    # Outputs of other sizes than these are kept beside.
+    # Outputs of those of other sizes are kept beside.
+    assert max(nbytes for _, nbytes in taken) <= measured + kept, (measured, taken)

@@ -9,20 +9,23 @@ from typing import Any
 
 import hearing_models
 import pytest
+import torch
 from seeing_models import FAMILIES, picture, save
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, InvalidRequest, JackfieldError
 from jackfield.core.hooks import API_VERSION, hookimpl
-from jackfield.core.protocols.media import MediaSetup
+from jackfield.core.protocols.media import MediaSetup, ProcessedMedia
 from jackfield.core.registry import load_plugins
 from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.plugins.conformance.media import MediaModelKit
+from jackfield.plugins.media.gemma3 import Gemma3, Gemma3Processor
 from jackfield.plugins.media.lfm2_vl import Lfm2VlImages
 from jackfield.plugins.media.llava import Llava
 
 LLAMA4 = "Llama4ForConditionalGeneration"
 QWEN = "Qwen2VLForConditionalGeneration"
+GEMMA = "Gemma3ForConditionalGeneration"
 LLAVA = "LlavaForConditionalGeneration"
 
 
@@ -32,8 +35,29 @@ class OfFamily(MediaModelKit):
         (hearing_models.save if cls.name in hearing_models.FAMILIES else save)(cls.name, folder)
 
 
+ROWS_ALONE: dict[str, dict[str, str]] = {"image": {}}
+RECORDINGS: dict[str, dict[str, str]] = {"audio": {}}
+GRIDS = {"image": {"image_grid_thw": "image_grid_thw"}}
+GRIDS_OF_VIDEOS = {**GRIDS, "video": {"video_grid_thw": "image_grid_thw"}}
+GIVEN_AS_ROWS: dict[str, dict[str, dict[str, str]]] = {
+    **dict.fromkeys(("Gemma3For", "Gemma4", "InternVL", "LlavaFor", "LlavaNext"), ROWS_ALONE),
+    **dict.fromkeys(("Glm4v", "GlmOcr", "Qwen3_5", "Qwen3VL"), GRIDS),
+    **dict.fromkeys(("Qwen2VL", "Qwen2_5_VL"), GRIDS_OF_VIDEOS),
+    "LlavaOnevision": {"image": {}, "video": {}},
+    "Mistral3": {"image": {"image_sizes": "image_sizes"}},
+    **dict.fromkeys(hearing_models.FAMILIES, RECORDINGS),
+}
+"""First letters of a family in the box → its `MediaModelKit.given_as_rows`."""
+
+
+def given_as_rows(name: str) -> dict[str, dict[str, str]]:
+    return next((own for begin, own in GIVEN_AS_ROWS.items() if name.startswith(begin)), {})
+
+
 for _name in (*FAMILIES, *hearing_models.FAMILIES):
-    globals()[f"Test{_name}"] = type(f"Test{_name}", (OfFamily,), {"name": _name})
+    globals()[f"Test{_name}"] = type(
+        f"Test{_name}", (OfFamily,), {"name": _name, "given_as_rows": given_as_rows(_name)}
+    )
 del OfFamily, MediaModelKit
 
 
@@ -44,18 +68,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine_with(media: type, folder: Path) -> AsyncEngine:
+def plugin_of(architecture: str, media: type) -> Any:
     class Plugin:
         jackfield_api = API_VERSION
 
         @hookimpl
         def register_media_models(self, registry: Any) -> None:
-            registry.add(LLAVA, media, override=True)
+            registry.add(architecture, media, override=True)
 
+    return Plugin()
+
+
+def engine_with(media: type, folder: Path) -> AsyncEngine:
     config = EngineConfig(
         model=str(folder), device="cpu", dtype="float32", num_gpu_blocks_override=100
     )
-    return AsyncEngine(config, plugins=load_plugins(extra=(Plugin(),)))
+    return AsyncEngine(config, plugins=load_plugins(extra=(plugin_of(LLAVA, media),)))
 
 
 def bang(*arguments: Any) -> Any:
@@ -203,3 +231,31 @@ async def test_a_request_may_lower_options_of_the_processor(tmp_path: Path) -> N
         ):
             with pytest.raises(InvalidRequest, match=reason):
                 await units(options)
+
+
+@pytest.mark.parametrize("count", [18, 19, 20])
+async def test_an_item_of_a_whole_step_before_an_item_that_is_the_last_token(
+    count: int, tmp_path: Path
+) -> None:
+    """A step has 19 tokens: both are computed with one, or the prompt is refused."""
+
+    class RowsAlone(Gemma3Processor):
+        def of_count(self, count: int) -> ProcessedMedia:
+            return ProcessedMedia({}, [self.config.image_token_id] * count)
+
+    save(GEMMA, tmp_path)
+    media = type("Alone", (Gemma3,), {"processor_class": RowsAlone})
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", dtype="float32", num_gpu_blocks_override=100,
+        max_num_batched_tokens=19, enable_mm_embeds=True,
+    )  # fmt: skip
+    rows = [torch.ones(size, 64) for size in (count, 1)]
+    placeholders = [300, 300]
+    prompt: Any = {"prompt_token_ids": placeholders, "multi_modal_data": {"image": rows}}
+    async with AsyncEngine(config, plugins=load_plugins(extra=(plugin_of(GEMMA, media),))) as own:
+        outputs = own.generate(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+        if count < 19:
+            assert len([each async for each in outputs][-1].outputs[0].token_ids) == 2
+            return
+        with pytest.raises(InvalidRequest, match=f"take {count + 1} tokens|takes 20 tokens"):
+            await anext(outputs)
