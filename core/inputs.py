@@ -7,6 +7,8 @@ from typing import Any, NotRequired, TypeAlias, TypedDict
 
 from .errors import InvalidRequest, shown
 
+ChatMessage: TypeAlias = dict[str, Any]
+
 
 class TextPrompt(TypedDict):
     """A prompt given as text."""
@@ -37,6 +39,14 @@ class EmbedsPrompt(TypedDict):
     bytes or base64."""
 
 
+class ChatPrompt(TypedDict):
+    """A conversation in place of a prompt, for a model whose states are pooled."""
+
+    messages: list[ChatMessage]
+    options: NotRequired[Mapping[str, Any]]
+    """Those of the chat template, as `AsyncEngine.chat` takes them."""
+
+
 SinglePrompt: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
 
 
@@ -51,7 +61,6 @@ class EncoderDecoderPrompt(TypedDict):
 
 
 Prompt: TypeAlias = SinglePrompt | EncoderDecoderPrompt | EmbedsPrompt
-ChatMessage: TypeAlias = dict[str, Any]
 
 
 def is_single(prompt: Any) -> bool:

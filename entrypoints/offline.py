@@ -33,7 +33,7 @@ from ..core.pooling_params import PoolingParams, PoolingTask
 from ..core.sampling_params import OutputKind, SamplingParams
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from .models.names import find_model
-from .scoring import score_all
+from .scoring import Scored, score_all, scored_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -257,8 +257,8 @@ class LLM:
 
     def score(
         self,
-        text_1: str | Sequence[str],
-        text_2: str | Sequence[str],
+        text_1: Scored,
+        text_2: Scored,
         pooling_params: PoolingParams | None = None,
         *,
         truncate_prompt_tokens: int | None = None,
@@ -266,13 +266,12 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
         """Return the similarity of texts, `outputs.score`: one text with one, one with many, or
-        pairs of two lists.
+        pairs of two lists. With pictures, a text is {"content": parts of a message}.
 
         A cross-encoder's score, or the cosine of two embeddings. instruction, chat_template_kwargs:
         for a chat template that joins two texts.
         """
-        first = [text_1] if isinstance(text_1, str) else list(text_1)
-        second = [text_2] if isinstance(text_2, str) else list(text_2)
+        first, second = scored_texts(text_1, "text_1"), scored_texts(text_2, "text_2")
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):

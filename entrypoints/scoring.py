@@ -13,13 +13,60 @@ import numpy as np
 from ..core.engine.async_engine import AsyncEngine
 from ..core.engine.pooling import PoolingPrompt
 from ..core.errors import InvalidRequest
+from ..core.inputs import ChatPrompt
 from ..core.outputs import PoolingRequestOutput
 from ..core.pooling_params import PoolingOutput, PoolingParams
 
 STARTED_AT_ONCE = 16
 """Prompts tokenized per turn of the event loop."""
-ScoredText: TypeAlias = str | tuple[int, ...]
-"""A text, or its token ids (cross-encoders take texts only)."""
+ScoredText: TypeAlias = str | tuple[int, ...] | list[dict[str, Any]]
+"""A text, its token ids (cross-encoders take none), or parts of a message, such as pictures."""
+
+Scored: TypeAlias = str | dict[str, Any] | list[str | dict[str, Any]]
+"""A text, a list of texts and of {"content": parts of a message}, or such an object alone, of which
+each part stands for itself."""
+
+
+class PartOfText(dict[str, Any]):
+    """A part of a text that is scored, whose place in the request errors name."""
+
+    field: str
+
+
+def scored_texts(value: Scored, name: str) -> list[ScoredText]:
+    """Return the texts of a field. Raises InvalidRequest."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [[part] for part in _parts(value, name)]
+    texts: list[ScoredText] = []
+    for number, each in enumerate(value):
+        if isinstance(each, str):
+            texts.append(each)
+        elif isinstance(each.get("text"), str):
+            texts.append(each["text"])
+        else:
+            texts.append(_parts(each, name if name == "query" else f"{name}[{number}]"))
+    return texts
+
+
+def _parts(value: dict[str, Any], path: str) -> list[dict[str, Any]]:
+    """Return the parts in `content`. Raises InvalidRequest."""
+    content = value.get("content")
+    if not isinstance(content, list) or not content:
+        raise InvalidRequest(
+            f"{path}: is neither text nor an object with a text or the content of a message",
+            param=path.partition("[")[0],
+        )
+    parts: list[dict[str, Any]] = []
+    for number, part in enumerate(content):
+        field = f"{path}.content[{number}]"
+        if not isinstance(part, dict):
+            raise InvalidRequest(f"{field}: must be an object with a type", param=field)
+        named = PartOfText(part)
+        named.field = field
+        parts.append(named)
+    return parts
 
 
 async def encode_all(
@@ -96,25 +143,30 @@ async def score_all(
         return await _by_cosine(engine, pairs, params, options)
     prompts: list[PoolingPrompt] = []
     for first, second in pairs:
-        if not isinstance(first, str) or not isinstance(second, str):
+        if isinstance(first, tuple) or isinstance(second, tuple):
             raise InvalidRequest("score: a cross-encoder takes two texts, not token ids")
         if is_joined:
-            prompts.append(await _joined(engine, first, second, params, template_kwargs or {}))
-        else:
+            prompts.append(_joined(engine, first, second, params, template_kwargs or {}))
+        elif isinstance(first, str) and isinstance(second, str):
             prompts.append({"text": first, "text_pair": second})
+        else:
+            raise InvalidRequest(
+                "score: no chat template joins pictures with texts; start the engine with one "
+                "(chat_template) that reads messages of the roles query and document"
+            )
     return await encode_all(
         engine, prompts, msgspec.structs.replace(params, task="score"), **options
     )
 
 
-async def _joined(
+def _joined(
     engine: AsyncEngine,
-    query: str,
-    document: str,
+    query: str | list[dict[str, Any]],
+    document: str | list[dict[str, Any]],
     params: PoolingParams,
     template_kwargs: Mapping[str, Any],
-) -> list[int]:
-    """Return a pair's tokens, by the chat template."""
+) -> ChatPrompt:
+    """Return a pair as a prompt, by the chat template."""
     if params.truncate_prompt_tokens is not None:
         raise InvalidRequest(
             "truncate_prompt_tokens: it would cut what the chat template writes last; see "
@@ -123,12 +175,10 @@ async def _joined(
         )
     if unread := template_kwargs.keys() - engine.chat_template_variables:
         raise _refused(min(unread), "this model's chat template does not read it")
-    messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-    return await engine.tokenize_chat(
-        messages,
-        chat_template_kwargs=template_kwargs,
-        limit=engine.tokenize_limit("prompt"),
-    )
+    messages: list[dict[str, Any]] = [
+        {"role": "query", "content": query}, {"role": "document", "content": document},
+    ]  # fmt: skip
+    return {"messages": messages, "options": {"chat_template_kwargs": template_kwargs}}
 
 
 def _refused(argument: str, why: str) -> InvalidRequest:
@@ -136,6 +186,20 @@ def _refused(argument: str, why: str) -> InvalidRequest:
     field = "instruction" if argument == "instruction" else "chat_template_kwargs"
     name = field if field == argument else f"{field}.{argument}"
     return InvalidRequest(f"{name}: {why}", param=field)
+
+
+def _key(text: ScoredText) -> Any:
+    """Return what is equal for texts that are encoded once."""
+    return id(text) if isinstance(text, list) else text
+
+
+def _prompt(text: ScoredText) -> PoolingPrompt:
+    if isinstance(text, str):
+        return text
+    if isinstance(text, tuple):
+        return list(text)
+    options = {"add_generation_prompt": False}
+    return {"messages": [{"role": "user", "content": text}], "options": options}
 
 
 async def _by_cosine(
@@ -147,13 +211,12 @@ async def _by_cosine(
     """Score pairs by cosine, encoding each text once."""
     if params.activation is not None:
         raise InvalidRequest("activation: has no meaning for a cosine", param="activation")
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    prompts = {_key(text): _prompt(text) for pair in pairs for text in pair}
     params = msgspec.structs.replace(params, task="embed", normalize=True)
-    prompts = [text if isinstance(text, str) else list(text) for text in texts]
-    outputs = await encode_all(engine, prompts, params, **options)
-    by_text = dict(zip(texts, outputs, strict=True))
+    outputs = await encode_all(engine, list(prompts.values()), params, **options)
+    by_text = dict(zip(prompts, outputs, strict=True))
     scores = []
-    for first, second in ((by_text[a], by_text[b]) for a, b in pairs):
+    for first, second in ((by_text[_key(a)], by_text[_key(b)]) for a, b in pairs):
         cosine = np.dot(first.outputs.data, second.outputs.data)
         scores.append(
             msgspec.structs.replace(

@@ -6,16 +6,18 @@ To the scheduler, it is a request for one token.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextvars import Context
 from typing import Any, TypeAlias
 
 from ..errors import ContextLengthExceeded, InvalidRequest, RequestFailed
-from ..inputs import SinglePrompt, is_single, text_and_tokens
+from ..inputs import ChatPrompt, SinglePrompt, is_single, text_and_tokens
 from ..loading.model_config import ModelConfig
 from ..loading.pooling_config import PoolingConfig
 from ..outputs import FinishReason, PoolingRequestOutput, RequestTimings
+from ..parts.media import MediaItem
 from ..pooling_params import TOKEN_TASKS, PooledRow, PoolingOutput, PoolingParams, TextPair
 from ..request import Request, RequestSpec
 from ..sampling_params import SamplingParams, all_ints
@@ -25,7 +27,7 @@ from .admission import PreparedPrompt, check_limits, check_vocabulary
 from .request_options import Envelope
 from .text_processor import TextProcessor
 
-PoolingPrompt: TypeAlias = SinglePrompt | TextPair
+PoolingPrompt: TypeAlias = SinglePrompt | TextPair | ChatPrompt
 _NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
 
 
@@ -84,6 +86,15 @@ class PoolingAdmission:
         check_vocabulary(token_ids, self.model_config.vocab_size)
         return PreparedPrompt(text if pair is None else None, token_ids, types)
 
+    def place(
+        self, prompt: PreparedPrompt, token_ids: list[int], items: tuple[MediaItem, ...]
+    ) -> PreparedPrompt:
+        """Return a prompt with items, whose tokens are among these. Raises
+        ContextLengthExceeded."""
+        self._check_count(token_ids)
+        check_vocabulary(token_ids, self.model_config.vocab_size)
+        return dataclasses.replace(prompt, token_ids=token_ids, media=items)
+
     def admit(
         self,
         prompt: PreparedPrompt,
@@ -99,6 +110,7 @@ class PoolingAdmission:
             max_tokens=1,
             pooling=params,
             token_type_ids=prompt.token_type_ids,
+            media=prompt.media,
             reads_cache=params.task not in TOKEN_TASKS and self.pooling.pooling_type == "LAST",
         )
 

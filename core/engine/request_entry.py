@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Unpack
 import msgspec
 
 from ..errors import InvalidRequest, shown
-from ..inputs import ChatMessage, Prompt
+from ..inputs import ChatMessage, Prompt, is_single
 from ..lora_request import AdapterRef
 from ..media.media_input import MediaInput
 from ..media.prompt_embeds import FIELD, embeds_items
@@ -187,7 +187,7 @@ class RequestEntry:
         self,
         prompt: PreparedPrompt,
         sources: Sequence[MediaSource],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         field: str,
     ) -> PreparedPrompt:
         """Put items into a prompt. Raises InvalidRequest."""
@@ -198,7 +198,8 @@ class RequestEntry:
                 param="truncate_prompt_tokens",
             )
         contents = await self.media.contents(sources)
-        return self.admission.place(prompt, *self.media.placed(prompt.token_ids, contents, field))
+        admission = self.pooling_admission or self.admission
+        return admission.place(prompt, *self.media.placed(prompt.token_ids, contents, field))
 
     async def encode(
         self,
@@ -217,7 +218,18 @@ class RequestEntry:
             )
         pooling = admission.pooling.completed(params or PoolingParams())
         envelope = self._open(envelope)
+        field, sources = "prompt", list[MediaSource]()
+        if isinstance(prompt, Mapping) and "messages" in prompt:
+            field, options = "messages", dict(prompt.get("options") or {})
+            messages, sources = self._split(prompt[field], options.get("mm_processor_kwargs"))
+            longest = self.core.model_config.max_model_len
+            limit = TokenLimit(tokens=longest, context=longest, param=field)
+            prompt = await self.texts.tokenize_chat(messages, limit, **options)
+        elif isinstance(prompt, Mapping) and is_single(prompt):
+            prompt, sources = self._without_media(prompt)  # type: ignore[arg-type, assignment]
         prepared = await admission.prepare(prompt, pooling, add_special_tokens)
+        if sources:
+            prepared = await self._with_media(prepared, sources, pooling, field)
         spec = admission.admit(prepared, pooling, envelope)
         return await self.core.add_request(
             spec,

@@ -243,8 +243,8 @@ def resolve_media(
     if architecture not in registry:
         refusal = registry.refusal(architecture)
         return text_alone(refusal or f"the encoder of {architecture} is not supported yet")
-    if model_config.pooling is not None:
-        return text_alone("its states are pooled, which is done with texts alone yet")
+    if model_config.pooling is not None and not model_config.pooling.causal:
+        return text_alone("its states are pooled by an encoder, which is done with texts alone")
     media: type[MediaModel] = registry.load(architecture)
     setup = MediaSetup(model_config.path, model_config.whole_config)
     with registry.calling(architecture, "present"):

@@ -48,6 +48,7 @@ MODELS = {
     "Qwen3ASRForConditionalGeneration": "chunked_audio:Qwen3Asr",
     "Qwen3OmniMoeForConditionalGeneration": "omni:Qwen3Omni",
     "Qwen3VLForConditionalGeneration": "qwen_vl:Qwen3VL",
+    "Qwen3VLForSequenceClassification": "qwen_vl:Qwen3VL",
     "Qwen3VLMoeForConditionalGeneration": "qwen_vl:Qwen3VL",
     "Qwen3_5ForConditionalGeneration": "qwen_vl:Qwen35",
     "Qwen3_5MoeForConditionalGeneration": "qwen_vl:Qwen35",

@@ -46,6 +46,7 @@ TEXT_PARTS = {
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3OmniMoeForConditionalGeneration": "Qwen3VLMoeTextForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+    "Qwen3VLForSequenceClassification": "Qwen3ForSequenceClassification",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3VLMoeTextForCausalLM",
     "Step3VLForConditionalGeneration": "Step3TextForCausalLM",
 }

@@ -35,7 +35,7 @@ from ..adapters.host_change import HostChange, Piece
 from ..adapters.layer_shapes import sharding_of
 from ..adapters.pool import AdapterPool
 from ..adapters.sites import Sites
-from ..batch import LogitPlaces, StepInputs
+from ..batch import LogitPlaces, PersistentBatch, StepInputs
 from ..launched_step import LaunchedStep
 from .part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
 
@@ -394,9 +394,9 @@ class AdaptersStart(PartStart):
 
     def make(self, site: PartSite) -> Adapters:
         """Return the part."""
-        return self.make_pooling()
+        return self.make_pooling(site.batch)
 
-    def make_pooling(self) -> Adapters:
+    def make_pooling(self, batch: PersistentBatch) -> Adapters:
         """Return the part, which pooled states have, too."""
         start, config = self._start, self._start.config
         self.pool.allocate(start.device)

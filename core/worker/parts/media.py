@@ -54,9 +54,12 @@ class MediaStart(PartStart):
         )
 
     def make(self, site: PartSite) -> Media:
+        return self.make_pooling(site.batch)
+
+    def make_pooling(self, batch: PersistentBatch) -> Media:
         config = self._start.model_config
         return Media(
-            self._encoder, site.batch, config.hidden_size, config.dtype,
+            self._encoder, batch, config.hidden_size, config.dtype,
             spans=self._spans, budget=self._budget, largest=self._largest,
         )  # fmt: skip
 

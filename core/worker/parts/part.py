@@ -221,7 +221,7 @@ class PartStart:
         """Return the part."""
         raise NotImplementedError
 
-    def make_pooling(self) -> WorkerPart | None:
+    def make_pooling(self, batch: PersistentBatch) -> WorkerPart | None:
         """Return the part for a model whose states are pooled; None: it does nothing there."""
         return None
 

@@ -408,7 +408,7 @@ class WorkerStart:
         assert pooling is not None, "the model generates text"
         return PoolingRunner(
             model=model, pooling=pooling, backend=backend, batch=batch, device=self.device,
-            parts=[part for part in (start.make_pooling() for start in starts) if part],
+            parts=[part for part in (start.make_pooling(batch) for start in starts) if part],
         )  # fmt: skip
 
     def _model_runner(

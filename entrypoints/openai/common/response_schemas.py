@@ -329,9 +329,10 @@ class ScoreResponse(PoolingList, kw_only=True):
 
 
 class RankedDocument(Struct):
-    """The text as it was sent."""
+    """The text, or the parts of a message, as it was sent."""
 
-    text: str
+    text: str | UnsetType = UNSET
+    multi_modal: list[Any] | UnsetType = UNSET
 
 
 class Ranked(Struct, kw_only=True):

@@ -44,7 +44,7 @@ class CohereEmbedRequest(PoolingFields, kw_only=True):
 
     UNSUPPORTED: ClassVar = {
         **PoolingFields.UNSUPPORTED,
-        "images": "texts alone are embedded",
+        "images": "see messages of /v1/embeddings, which may have pictures",
     }
 
     texts: list[str] | None = None

@@ -29,7 +29,7 @@ async def embeddings_response(call: Call, params: EmbeddingRequest) -> dict[str,
     model = model_name(engine, params.model)
     check_task(engine, "/v1/embeddings", "embed")
     name = new_id("embd", params.request_id)
-    outputs = await encoded(engine, await prompts_of(engine, params), params, name)
+    outputs = await encoded(engine, prompts_of(params), params, name)
     vectors = await encoded_numbers(outputs, params.encoding_format)
     data = [{"index": i, "object": "embedding", "embedding": v} for i, v in enumerate(vectors)]
     return body(name, model, data, outputs)

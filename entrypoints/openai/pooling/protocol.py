@@ -10,6 +10,7 @@ from ....core.errors import InvalidRequest
 from ....core.pooling_params import PoolingParams, PoolingTask
 from ....core.sampling_params import all_ints
 from ...http.auth.origin import Origin
+from ...scoring import Scored, ScoredText, scored_texts
 
 MAX_INPUTS = 2048
 """Limit of texts in one request, as in OpenAI's API."""
@@ -142,14 +143,14 @@ class PairFields(PoolingFields, kw_only=True):
 class ScoreRequest(PairFields, kw_only=True):
     """POST /score: one text with one, one with many, or pairs of two lists."""
 
-    text_1: str | list[str] | None = None
-    text_2: str | list[str] | None = None
-    queries: str | list[str] | None = None
+    text_1: Scored | None = None
+    text_2: Scored | None = None
+    queries: Scored | None = None
     """vLLM's other name of text_1."""
-    documents: str | list[str] | None = None
-    items: str | list[str] | None = None
-    data_1: str | list[str] | None = None
-    data_2: str | list[str] | None = None
+    documents: Scored | None = None
+    items: Scored | None = None
+    data_1: Scored | None = None
+    data_2: Scored | None = None
 
     NAMES: ClassVar = (
         ("text_1", "queries", "data_1"),
@@ -173,12 +174,9 @@ class ScoreRequest(PairFields, kw_only=True):
             fields += set_names
         return fields[0], fields[1]
 
-    def pairs(self) -> list[tuple[str, str]]:
+    def pairs(self) -> list[tuple[ScoredText, ScoredText]]:
         names = self.names()
-        first, second = (
-            [value] if isinstance(value, str) else value
-            for value in (getattr(self, name) for name in names)
-        )
+        first, second = (scored_texts(getattr(self, name), name) for name in names)
         for name, texts in zip(names, (first, second), strict=True):
             check_count(name, len(texts))
         if len(first) == 1:
@@ -201,26 +199,23 @@ class RerankRequest(PairFields, kw_only=True):
         "rank_fields": "a document is its text",
     }
 
-    query: str
-    documents: list[str | dict[str, Any]]
-    """Texts, or objects with a `text`."""
+    query: str | dict[str, Any]
+    documents: list[str | dict[str, Any]] | dict[str, Any]
+    """Texts, or objects with a `text` or the `content` of a message; or one with `content` alone,
+    of which each part is a document."""
     top_n: int | None = None
     return_documents: bool = True
 
-    def texts(self) -> list[str]:
+    def texts(self) -> list[ScoredText]:
         if self.top_n is not None and self.top_n < 0:
             raise InvalidRequest(f"top_n: must be at least 0, got {self.top_n}", param="top_n")
-        check_count("documents", len(self.documents))
-        texts = []
-        for number, document in enumerate(self.documents):
-            text = document if isinstance(document, str) else document.get("text")
-            if not isinstance(text, str):
-                raise InvalidRequest(
-                    f"documents: number {number} is neither text nor an object with a text",
-                    param="documents",
-                )
-            texts.append(text)
+        texts = scored_texts(self.documents, "documents")
+        check_count("documents", len(texts))
         return texts
+
+    def query_text(self) -> ScoredText:
+        [text] = scored_texts([self.query], "query")
+        return text
 
 
 def inputs(value: str | list[Any] | None) -> list[str | list[int]]:

@@ -46,7 +46,7 @@ async def pooling_response(call: Call, params: PoolingRequest) -> dict[str, Any]
     model = model_name(engine, params.model)
     check_task(engine, "/pooling", *(t for t in engine.supported_tasks if t != "generate"))
     name = new_id("pool", params.request_id)
-    outputs = await encoded(engine, await prompts_of(engine, params), params, name)
+    outputs = await encoded(engine, prompts_of(params), params, name)
     vectors = await encoded_numbers(outputs, params.encoding_format)
     data = [{"index": i, "object": "pooling", "data": v} for i, v in enumerate(vectors)]
     return body(name, model, data, outputs)
@@ -65,7 +65,7 @@ async def classify_response(call: Call, params: ClassifyRequest) -> dict[str, An
     model = model_name(engine, params.model)
     check_task(engine, "/classify", "classify")
     name = new_id("classify", params.request_id)
-    outputs = await encoded(engine, await prompts_of(engine, params), params, name)
+    outputs = await encoded(engine, prompts_of(params), params, name)
     settings = engine.model_config.pooling
     assert settings is not None
     probs = await encoded_numbers(outputs, "float")
@@ -91,19 +91,18 @@ def check_task(engine: AsyncEngine, path: str, *tasks: str) -> None:
         )
 
 
-async def prompts_of(engine: AsyncEngine, request: InputFields) -> list[Any]:
+def prompts_of(request: InputFields) -> list[Any]:
     """Return the prompts from `input`, or `messages`."""
     if request.messages is None:
         return list(inputs(request.input))
     if request.input is not None:
         raise InvalidRequest("messages: give either input or messages", param="messages")
-    token_ids = await engine.tokenize_chat(
-        request.messages,
-        chat_template_kwargs=request.chat_template_kwargs,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-    )
-    return [token_ids]
+    options = {
+        "chat_template_kwargs": request.chat_template_kwargs,
+        "add_generation_prompt": request.add_generation_prompt,
+        "continue_final_message": request.continue_final_message,
+    }
+    return [{"messages": request.messages, "options": options}]
 
 
 async def encoded(

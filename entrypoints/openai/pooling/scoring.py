@@ -11,7 +11,7 @@ from ....core.text.text_threads import rough_size
 from ...http.context import ENGINE, new_id, reply, tokenizer_of
 from ...http.model_names import model_name
 from ...http.routing import route
-from ...scoring import score_all
+from ...scoring import ScoredText, score_all
 from ..common.openapi import documented
 from ..common.request_body import Call, call_of, decode_body
 from ..common.response_schemas import RerankResponse, ScoreResponse
@@ -62,7 +62,8 @@ async def rerank_response(call: Call, params: RerankRequest) -> dict[str, Any]:
     _check_scores(engine, call.route)
     texts = params.texts()
     name = new_id("rerank", params.request_id)
-    pairs = await _cut(engine, [(params.query, text) for text in texts], *params.limits())
+    query = params.query_text()
+    pairs = await _cut(engine, [(query, text) for text in texts], *params.limits())
     work = score_all(
         engine,
         pairs,
@@ -77,7 +78,8 @@ async def rerank_response(call: Call, params: RerankRequest) -> dict[str, Any]:
     for index in best[: params.top_n or None]:
         result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
         if params.return_documents:
-            result["document"] = {"text": texts[index]}
+            kind = "text" if isinstance(texts[index], str) else "multi_modal"
+            result["document"] = {kind: texts[index]}
         results.append(result)
     return {"id": name, "model": model, "usage": usage_of(outputs), "results": results}
 
@@ -90,20 +92,24 @@ def _check_scores(engine: AsyncEngine, path: str) -> None:
 
 async def _cut(
     engine: AsyncEngine,
-    pairs: list[tuple[str, str]],
+    pairs: list[tuple[ScoredText, ScoredText]],
     query_tokens: int | None,
     document_tokens: int | None,
-) -> list[tuple[str, str]]:
-    """Truncate the texts of pairs; None: no limit."""
+) -> list[tuple[ScoredText, ScoredText]]:
+    """Truncate the texts of pairs; None: no limit. What has pictures is left as it is."""
     for place, limit in enumerate((query_tokens, document_tokens)):
         if limit is None:
             continue
-        texts = list({pair[place] for pair in pairs})
+        texts = list({text for pair in pairs if isinstance(text := pair[place], str)})
 
         def cut(texts: list[str] = texts, limit: int = limit) -> dict[str, str]:
             tokenizer = tokenizer_of(engine)
             return {text: tokenizer.first_tokens(text, limit) for text in texts}
 
         short = await engine.in_text_threads(rough_size(texts), cut)
-        pairs = [(short[a], b) if place == 0 else (a, short[b]) for a, b in pairs]
+
+        def cut_one(text: ScoredText, short: dict[str, str] = short) -> ScoredText:
+            return short[text] if isinstance(text, str) else text
+
+        pairs = [(cut_one(a), b) if place == 0 else (a, cut_one(b)) for a, b in pairs]
     return pairs
