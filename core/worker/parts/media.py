@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,10 @@ class Media(WorkerPart):
             self._deltas = torch.zeros(count, dtype=torch.int64, device=batch.device)
         self._turned: set[int] = set()
         """Slots whose delta is not 0."""
+        self._turns = False
+        """Some tokens of the step turn by other positions than those in the sequence."""
+        self._records = False
+        """Steps are recorded, for any slots."""
 
     def run_largest(self) -> int:
         """Encode the largest item of each modality, as many of them as one plan may encode."""
@@ -205,6 +210,7 @@ class Media(WorkerPart):
             self._encode(part)
         if self._slots and not self._slots.keys().isdisjoint(plan.slots):
             self._place(plan)
+        self._turns = self._axes is not None or not self._turned.isdisjoint(plan.slots)
 
     def _encode(self, plan: MediaPlan) -> None:
         for digest in tuple(self._outputs) if plan.drop_all else plan.drop:
@@ -320,10 +326,21 @@ class Media(WorkerPart):
                 vectors.append(output[skipped : skipped + stop - start])
             at += count
 
+    @contextlib.contextmanager
+    def recording(self, variant: str | None) -> Iterator[None]:
+        before, self._records = self._records, True
+        try:
+            yield
+        finally:
+            self._records = before
+
     def context(self, inputs: StepInputs) -> MediaContext | None:
+        """Return nothing for a launched step of texts alone."""
         rope = None
-        if self._deltas is not None:
+        if self._deltas is not None and (self._turns or self._records):
             rope = RopePositions(self._positions(inputs), self._encoder.rope)
+        if rope is None and self._rows is None:
+            return None
         windowed = self._kind is Spans.WINDOWED
         return MediaContext(
             self._rows, rope, tuple(self._spans), self._batch.block_size, windowed=windowed
@@ -338,7 +355,7 @@ class Media(WorkerPart):
             numbers = torch.arange(count, dtype=ends.dtype, device=ends.device)
             rows = torch.searchsorted(ends, numbers, right=True)
             slots = slots[rows.clamp_(max=len(slots) - 1)]
-        positions = inputs.positions + self._deltas[slots.long()]
+        positions = inputs.positions + self._deltas.index_select(0, slots)
         if self._axes is None:
             return positions
         tokens, axes = self._axes

@@ -36,6 +36,7 @@ class WorkerParts:
         self._computed = [part for part in parts if _overrides(part, "computed")]
         self._logit_rows = [part for part in parts if _overrides(part, "logit_rows")]
         self._graph_key = [part for part in parts if part.variants]
+        self._recording = [part for part in parts if _overrides(part, "recording")]
         self.variants = tuple(variant for part in parts for variant in part.variants)
         """Recorded steps besides the plain ones."""
         self._recordable = [part for part in parts if _overrides(part, "recordable")]
@@ -101,7 +102,7 @@ class WorkerParts:
     def recording(self, variant: str | None) -> Iterator[None]:
         """Compute steps of a recorded variant."""
         with contextlib.ExitStack() as stack:
-            for part in self._graph_key:
+            for part in self._recording:
                 stack.enter_context(part.recording(variant))
             yield
 
