@@ -178,9 +178,9 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
     hf_config, text_part_of, whole_config = _read_config(file, _overridden(raw, config), plugins)
     if text_part_of is not None:
         # What only these say is said of the text part, such as how it classifies.
-        for name in (config.hf_overrides or {}).keys() - raw.keys():
-            if not hasattr(hf_config, name):
-                setattr(hf_config, name, config.hf_overrides[name])
+        for name, value in (config.hf_overrides or {}).items():
+            if name not in raw and not hasattr(hf_config, name):
+                setattr(hf_config, name, value)
     architectures = getattr(hf_config, "architectures", None) or []
     if not architectures:
         raise ConfigError(f"model: {file} names no architecture", param="model")
