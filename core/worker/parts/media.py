@@ -339,7 +339,7 @@ class Media(WorkerPart):
         rope = None
         if self._deltas is not None and (self._turns or self._records):
             rope = RopePositions(self._positions(inputs), self._encoder.rope)
-        if rope is None and self._rows is None:
+        if rope is None and self._rows is None and not self._spans:
             return None
         windowed = self._kind is Spans.WINDOWED
         return MediaContext(
