@@ -61,7 +61,7 @@ def scheduler_parts(
         parts.append(Pipeline.maker(info.num_stages))
     if config.speculative_config is not None:
         _check(config, info, speculation.NAME, "speculative_config", "verifies no drafts")
-        parts.append(_speculation(config.speculative_config))
+        parts.append(_speculation(config.speculative_config, max_model_len))
     if config.compresses_kv:
         option = "kv_compression" if config.kv_compression else "kv_compression_levels"
         _check(config, info, kv_compression.NAME, option, "does not compact caches")
@@ -106,10 +106,11 @@ def scheduler_parts(
     return parts
 
 
-def _speculation(config: SpeculativeConfig) -> PartMaker:
+def _speculation(config: SpeculativeConfig, max_model_len: int) -> PartMaker:
     most = config.num_drafts
     choices = config.widths if config.adaptive_width else ()
-    return Speculation.maker(most, DraftWidths(most, choices, schedule=config.schedule))
+    widths = DraftWidths(most, choices, schedule=config.schedule)
+    return Speculation.maker(most, widths, max_model_len)
 
 
 def _has_scheduler_half(part_class: type[StepPart]) -> bool:

@@ -166,7 +166,8 @@ class LiveRequests:
         assert slots == list(range(self._num_slots)), f"slots leaked or used twice: {slots}"
         for r in running:
             assert r.status is Status.RUNNING, f"{r.request_id} is {r.status}, but runs"
-            assert r.num_known_tokens <= r.num_tokens <= r.max_total_tokens, (
+            certain = r.num_tokens - r.num_unverified_tokens
+            assert r.num_known_tokens <= r.num_tokens and certain <= r.max_total_tokens, (
                 f"{r.request_id}: {r.num_known_tokens} known, {r.num_tokens} tokens, "
                 f"at most {r.max_total_tokens}"
             )

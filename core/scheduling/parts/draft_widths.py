@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ...config.speculative_config import MOST_DRAFTS
@@ -37,7 +37,10 @@ EXTRA = 1 / 256
 GAIN = 1.02
 """Least gain of a step with drafts over one without."""
 EVERY = 4
-"""Plans for which a choice holds."""
+"""Plans for which a choice holds, or one for each row, if that is fewer."""
+LIKELY = 1 / 8
+"""Least chance of drafts after a result without any, so that a row may have some in the next plan.
+"""
 PROBE = 64
 """Plans after which it is asked whether a kind of step that is not used is tried, for its cost."""
 PROBE_SHARE = 0.003
@@ -57,8 +60,9 @@ USED = 8
 NEAR = 2
 """Classes whose steps are taken to cost the same if nothing nearer is known: twice the rows."""
 
-Group: TypeAlias = tuple[int, int]
-"""Rows alike: probability of a draft in steps of 1 / LEVELS, proposed drafts."""
+Group: TypeAlias = tuple[int, int, int]
+"""Rows alike: probability of a draft in steps of 1 / LEVELS, number of proposed drafts, chance that
+there are any in steps of 1 / LEVELS."""
 
 
 @dataclass(eq=False, slots=True)
@@ -66,12 +70,44 @@ class RowDrafts:
     """What is known of the drafts of one request."""
 
     num_proposed: int = 0
-    """After its last result."""
+    """After its last result. Of a plan, others are verified: those after the step before it, which
+    is under way."""
+    followed: dict[int, tuple[float, float, float]] = field(default_factory=dict)
+    """Class of a number of proposed drafts → results that followed such ones, those of them with
+    drafts, and their drafts; older ones count less."""
     accepted: float = 0.0
     tried: float = 0.0
     """Drafts that were compared, of which `accepted` were right; older ones count less."""
     passed: int = 0
     """Plans without any drafts that these numbers know of."""
+
+    def proposes(self, number: int) -> None:
+        """Note the drafts that were proposed after a result."""
+        before = self.num_proposed.bit_length()
+        times, some, total = self.followed.get(before, (0.0, 0.0, 0.0))
+        self.followed[before] = (
+            FORGET * times + 1, FORGET * some + (number > 0), FORGET * total + number
+        )  # fmt: skip
+        self.num_proposed = number
+
+    def expected(self) -> tuple[int, float]:
+        """Return how many drafts the next plan verifies if there are any, and the chance of that:
+        as many as lately after such a result, or as were proposed."""
+        times, some, total = self.followed.get(self.num_proposed.bit_length(), (0.0, 0.0, 0.0))
+        now = self.num_proposed > 0
+        some_or_now = some + now
+        number = round((total + self.num_proposed) / some_or_now) if some_or_now else 0
+        return number, some_or_now / (times + 1)
+
+    @property
+    def likely(self) -> bool:
+        """Whether there may be drafts to verify in the next plan."""
+        return self.num_proposed > 0 or self.expected()[1] >= LIKELY
+
+    def rest(self) -> None:
+        """Expect none until some are proposed again."""
+        self.num_proposed = 0
+        self.followed.clear()
 
 
 class StepCosts:
@@ -205,8 +241,10 @@ class DraftWidths:
 
     def took(self, rows: int, drafts: Sequence[int], seconds: float) -> None:
         """Note a step of so many rows, none with a prompt. drafts: those of each; empty: none."""
-        alike = not drafts or min(drafts) == max(drafts)
-        width = -1 if not alike else drafts[0] if drafts else 0
+        kinds = set(drafts or (0,))
+        width = next(iter(kinds))
+        if len(kinds) > 1 or (width and width not in self._widths):
+            width = -1  # It was not recorded.
         self._costs.add(rows, width, sum(drafts), seconds, self._plans)
 
     # ------------------------------------------------------------ plans
@@ -215,7 +253,7 @@ class DraftWidths:
         """Choose for the next plan. Return the width that every row gets; 0: `width` says.
 
         num_rows: requests that decode; alone: no prompts are beside them; rows: those with
-        proposals.
+        proposals, now or likely by then.
         """
         self._most = self._cap(num_rows)
         if not self._widths:
@@ -243,7 +281,7 @@ class DraftWidths:
         self._plans += resting
 
     def width(self, row: RowDrafts) -> int:
-        """Return the drafts of a row with proposals, in a plan whose rows have their own."""
+        """Return the drafts of a row in a plan whose rows have their own."""
         if not self._widths:
             return self._most
         group = self._group(row)
@@ -268,7 +306,8 @@ class DraftWidths:
             row.accepted, row.tried = untried * row.accepted, untried * row.tried
         belief = max(HOPE, self._accepted / self._tried)
         rate = (row.accepted + BELIEF * belief) / (row.tried + BELIEF)
-        return round(LEVELS * rate), row.num_proposed
+        number, chance = row.expected()
+        return round(LEVELS * rate), number, round(LEVELS * chance)
 
     def _groups(self, rows: Collection[RowDrafts]) -> Mapping[Group, int]:
         return Counter(map(self._group, rows))
@@ -286,7 +325,7 @@ class DraftWidths:
 
     def _choose(self, num_rows: int, alone: bool, groups: Mapping[Group, int]) -> None:
         self._chosen_for = (_class(num_rows), alone)
-        self._next_choice = self._plans + EVERY
+        self._next_choice = self._plans + min(EVERY, num_rows)
         self._uniform, self._worth = 0, math.inf
         self._own.clear()
         costs = self._costs
@@ -308,6 +347,8 @@ class DraftWidths:
             speed = tokens / costs.expected(num_rows, width, width * num_rows)
             if speed > best:
                 best, self._uniform = speed, width
+        if alone and num_rows == 1:
+            return  # What is worth its drafts is worth the next recorded width.
         for drafts in {len(groups), num_rows, num_rows * self._most} - {0}:
             seconds = costs.expected(num_rows, -1, drafts)
             worth = max(0.0, seconds - plain) / drafts * best / GAIN
@@ -348,5 +389,5 @@ def _all_accepted(groups: Mapping[Group, int], width: int) -> float:
 
 def _accepted(group: Group, width: int) -> float:
     """Return how many of a row's drafts are accepted on average."""
-    rate = group[0] / LEVELS
-    return float(width) if rate >= 1.0 else rate * (1.0 - rate**width) / (1.0 - rate)
+    rate, chance = group[0] / LEVELS, group[2] / LEVELS
+    return chance * (float(width) if rate >= 1.0 else rate * (1.0 - rate**width) / (1.0 - rate))

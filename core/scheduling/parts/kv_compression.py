@@ -322,7 +322,7 @@ class KVCompression(SchedulerPart):
                 likely += grow(request, self._most_tokens(request, NO_HITS))
             else:
                 size, columns = self._kv.block_size, len(request.tables[0])
-                left = request.max_total_tokens - request.num_tokens
+                left = max(0, request.max_total_tokens - request.num_tokens)
                 length = columns * size + min(columns // GROWTH * size, left)
                 # Steps that decode take few tokens: blocks of windows are not for a prompt's.
                 likely += grow(request, length, size)

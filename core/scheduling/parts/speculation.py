@@ -33,11 +33,14 @@ class Speculation(SchedulerPart):
         services: PartServices,
         num_drafts: int,
         widths: DraftWidths,
+        longest: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """num_drafts: most of a row; widths: how many each gets."""
+        """num_drafts: most of a row; widths: how many each gets; longest: tokens of any sequence,
+        so that a row is as wide as others though its request ends within it; 0: it is not."""
         self._requests = services.requests
         self._widths = widths
+        self._longest = longest
         self._clock = clock
         self._last_end = -math.inf
         self._uniform = 0
@@ -65,11 +68,11 @@ class Speculation(SchedulerPart):
 
     @classmethod
     def maker(
-        cls, num_drafts: int, widths: DraftWidths | None = None
+        cls, num_drafts: int, widths: DraftWidths | None = None, longest: int = 0
     ) -> Callable[[PartServices], Speculation]:
         """Without `widths`, rows get all their drafts."""
         widths = widths or DraftWidths(num_drafts)
-        return lambda services: cls(services, num_drafts, widths)
+        return lambda services: cls(services, num_drafts, widths, longest)
 
     # ------------------------------------------------------------ plans
 
@@ -92,7 +95,7 @@ class Speculation(SchedulerPart):
             return
         if not self._any_proposed:
             return
-        proposing = [row for row in self._rows.values() if row.num_proposed]
+        proposing = [row for row in self._rows.values() if row.likely]
         self._any_proposed = bool(proposing)
         if not proposing or builder.prompts_alone:
             return
@@ -109,7 +112,7 @@ class Speculation(SchedulerPart):
         if self._rests.resting:
             self._any_proposed = False
             for row in proposing:
-                row.num_proposed = 0
+                row.rest()
         if self._uniform:
             for request in running:
                 request.look_at = 0
@@ -120,16 +123,18 @@ class Speculation(SchedulerPart):
     def look_at(self, request: Request) -> int | None:
         """Look at every row of a request with drafts."""
         row = self._rows.get(request)
-        return None if row is None or not row.num_proposed else 0
+        return None if row is None or not row.likely else 0
 
     def decode_tokens(self, request: Request, count: int, spare: int) -> int:
         row = self._rows.get(request)
-        if not count or row is None or not (self._uniform or row.num_proposed):
+        if not count or row is None or not (self._uniform or row.likely):
             return count
         width = self._uniform or self._widths.width(row)
         # The last token of a request is sampled, but never computed.
-        left = request.max_total_tokens - request.num_tokens - 1
-        most = min(width, left, spare)
+        end = request.max_total_tokens - 1
+        if self._uniform:
+            end = max(end, self._longest - 1)  # A narrower row would keep all from a recorded step.
+        most = min(width, end - request.num_tokens, spare)
         if self._most_spread is not None:
             most = min(most, self._most_spread - 1 - request.num_unverified_tokens)
         return count + max(0, most)
@@ -186,12 +191,7 @@ class Speculation(SchedulerPart):
             and plan.samples[row]
             and not self._rests.resting
         ):
-            if (num_proposed := drafted.proposed[row]) < 0:
-                self._rows.pop(request, None)
-            else:
-                self._rows.setdefault(request, RowDrafts()).num_proposed = num_proposed
-                self._any_proposed |= num_proposed > 0
-                request.look_at = 0
+            self._note_proposed(request, drafted.proposed[row])
         drafts = self._drafts(plan)
         if not drafts or not (num_drafts := drafts[row]):
             return
@@ -204,6 +204,18 @@ class Speculation(SchedulerPart):
             request.num_computed_tokens -= rejected
             self._kv.trim(request)
             self._rejected[request.slot] = self._rejected.get(request.slot, 0) + rejected
+
+    def _note_proposed(self, request: Request, number: int) -> None:
+        """number: -1 if the request may have none"""
+        if number < 0:
+            self._rows.pop(request, None)
+            return
+        if (row := self._rows.get(request)) is None:
+            self._rows[request] = RowDrafts(number)
+        else:
+            row.proposes(number)
+        self._any_proposed |= number > 0
+        request.look_at = 0
 
     def kept(self, request: Request, row: int, result: StepResult, tokens: list[int]) -> None:
         drafted: DraftResult | None = result.parts.get(NAME)

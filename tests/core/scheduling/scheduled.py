@@ -11,6 +11,7 @@ from jackfield.core.parts.speculation import DraftPlan, DraftResult
 from jackfield.core.request import Request, Update
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.parts.adapters import Adapters
+from jackfield.core.scheduling.parts.draft_widths import DraftWidths
 from jackfield.core.scheduling.parts.encoder_decoder import EncoderDecoder
 from jackfield.core.scheduling.parts.guarded_connector import GuardedConnector
 from jackfield.core.scheduling.parts.kv_compression import CompressionRule, KVCompression
@@ -33,6 +34,8 @@ def parts_for(
     connector: GuardedConnector | None = None,
     num_stages: int = 1,
     num_drafts: int = 0,
+    draft_widths: DraftWidths | None = None,
+    longest: int = 0,
     kv_compression: CompressionRule | None = None,
     num_snapshots: int | None = None,
     max_source_tokens: int = 0,
@@ -48,7 +51,7 @@ def parts_for(
     if num_stages > 1:
         parts.append(Pipeline.maker(num_stages))
     if num_drafts:
-        parts.append(Speculation.maker(num_drafts))
+        parts.append(Speculation.maker(num_drafts, draft_widths, longest))
     if kv_compression is not None:
         parts.append(KVCompression.maker(kv_compression))
     if num_snapshots:

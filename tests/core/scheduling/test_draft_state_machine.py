@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -13,12 +15,26 @@ from test_scheduler_state_machine import (
     WindowsMachine,
 )
 
+from jackfield.core.scheduling.parts.draft_widths import DraftWidths, RowDrafts
+
 NIGHTLY_STEPS = 20_000
 STEPS = 50
 
 
 class DraftMachine(SchedulerMachine):
     num_drafts = 3
+
+
+class Padded(DraftWidths):
+    """All rows of a step are as wide, also those whose requests end within it."""
+
+    def begin(self, num_rows: int, alone: bool, rows: Collection[RowDrafts]) -> int:
+        return super().begin(num_rows, alone, rows) or 4
+
+
+class PaddedDraftMachine(PriorityMachine):
+    num_drafts = 4
+    draft_widths = Padded(4)
 
 
 class StarvedDraftMachine(PriorityMachine):
@@ -54,6 +70,7 @@ class OneTokenBlocksMachine(SchedulerMachine):
 
 MACHINES = (
     DraftMachine,
+    PaddedDraftMachine,
     StarvedDraftMachine,
     DraftsInWindowsMachine,
     DraftsInOneWindowMachine,

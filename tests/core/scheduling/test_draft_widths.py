@@ -34,14 +34,18 @@ class Device:
     """Of new drafts, after each step in which it does not rest."""
     rests: bool = False
 
+    @staticmethod
+    def recorded(plan: StepPlan) -> bool:
+        return len(set(plan.num_tokens)) == 1 and plan.num_tokens[0] - 1 in (0, *WIDTHS)
+
     def seconds(self, plan: StepPlan) -> float:
         tokens = sum(plan.num_tokens)
-        recorded = len(set(plan.num_tokens)) == 1
         if (rests := drafts_of(plan).rests) is not None:
             assert rests != self.rests and not any(drafts_of(plan).num_drafts)
             self.rests = rests
-        extra = (0.0 if recorded else self.launches) + (0.0 if self.rests else self.search)
-        return max(self.weights, self.token * tokens) + extra
+        launches = 0.0 if self.recorded(plan) else self.launches
+        search = 0.0 if self.rests else self.search
+        return max(self.weights, self.token * tokens) + launches + search
 
 
 @dataclass
@@ -56,6 +60,10 @@ class Traffic:
     widths: Any = None
     device: Device = field(default_factory=Device)
     now: float = 0.0
+    numbers: tuple[int, ...] = (MOST,)
+    """How many proposals there may be."""
+    lengths: tuple[int, ...] = ()
+    """Of outputs: a request that has ended is followed by another; empty: they never end."""
 
     def __post_init__(self) -> None:
         self.draw = random.Random(1)
@@ -65,7 +73,7 @@ class Traffic:
         if self.widths is not None:
 
             def part(services: Any) -> Speculation:
-                return Speculation(services, MOST, self.widths, clock=lambda: self.now)
+                return Speculation(services, MOST, self.widths, 1 << 18, clock=lambda: self.now)
 
         self.scheduler = Scheduler(
             max_num_seqs=self.num_rows, max_num_batched_tokens=8192, max_model_len=1 << 18,
@@ -73,8 +81,14 @@ class Traffic:
             enable_chunked_prefill=True, policy=FirstComeFirstServed(),
             parts=[] if part is None else [part],
         )  # fmt: skip
-        requests = [make_request(4, max_tokens=1 << 17) for _ in range(self.num_rows)]
-        add(self.scheduler, *requests)
+        self.recorded: list[bool] = []
+        """Of plans with drafts: whether all rows have as many, and so many are recorded."""
+        if not self.lengths:
+            add(self.scheduler, *(make_request(4, max_tokens=1 << 17) for _ in self.rows))
+
+    @property
+    def rows(self) -> range:
+        return range(self.num_rows)
 
     def result(self, plan: StepPlan, seconds: float) -> StepResult:
         drafts = drafts_of(plan).num_drafts or (0,) * len(plan.slots)
@@ -86,7 +100,9 @@ class Traffic:
                 accepted += 1
             counts.append(1 + accepted)
             verified.append(real)
-            self.proposed[slot] = MOST if self.draw.random() < self.proposing else 0
+            some = self.draw.random() < self.proposing
+            number = self.numbers[0] if len(self.numbers) == 1 else self.draw.choice(self.numbers)
+            self.proposed[slot] = number if some else 0
             proposed.append(self.proposed[slot])
         if self.device.rests:
             proposed = []
@@ -100,9 +116,19 @@ class Traffic:
         begin, before = self.now, self.scheduler.stats.generation_tokens
         flying: deque[tuple[StepPlan, float]] = deque()
         while self.now - begin < seconds:
+            if self.lengths:
+                for _ in self.rows[len(self.scheduler.requests.by_id) :]:
+                    most = self.draw.choice(self.lengths)
+                    add(self.scheduler, make_request(4, max_tokens=most))
             plan = self.scheduler.schedule()
-            assert plan is not None
+            if plan is None:
+                done, launched = flying.popleft()
+                self.now += self.device.seconds(done)
+                self.scheduler.update(done, self.result(done, self.now - launched))
+                continue
             self.planned.append(sum(drafts_of(plan).num_drafts))
+            if self.planned[-1] and not plan.starts:
+                self.recorded.append(self.device.recorded(plan))
             flying.append((plan, self.now))
             if len(flying) < 2:
                 continue
@@ -169,6 +195,24 @@ def test_a_search_that_rests_goes_on_when_there_is_room_again() -> None:
     before = len(traffic.planned)
     traffic.run(1.0)
     assert not traffic.device.rests and sum(traffic.planned[before : before + 40]) > 20
+
+
+def test_steps_with_drafts_are_recorded() -> None:
+    """Though the number of proposals is another after each step, as with `suffix`, and requests end
+    within steps: rows are padded to a recorded width."""
+    numbers, lengths = (1, 2, 3, 5, 6, 7, 8), (200, 900, 2000)
+    traffic = Traffic(16, [0.9], 0.8, adaptive(), numbers=numbers, lengths=lengths)
+    traffic.run(4.0)
+    assert len(traffic.recorded) > 300
+    assert sum(traffic.recorded) >= 0.9 * len(traffic.recorded)
+
+
+def test_drafts_after_a_step_without_any_are_foreseen() -> None:
+    """A plan is made before the step before it is done, which may propose again: half of those
+    after one that did not. A padded step costs nothing here."""
+    traffic = Traffic(1, [0.95], 0.5, adaptive())
+    traffic.run(2.0)
+    assert sum(map(bool, traffic.planned[-200:])) > 190
 
 
 SIZES = [1, 8, 32, *(pytest.param(many, marks=pytest.mark.slow) for many in (64, 128, 256))]

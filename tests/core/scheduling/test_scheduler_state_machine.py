@@ -32,6 +32,7 @@ from jackfield.core.parts.part_types import PartTypes
 from jackfield.core.request import Request, Status
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.pacing.step_sizes import StepSize, StepSizes
+from jackfield.core.scheduling.parts.draft_widths import DraftWidths
 from jackfield.core.scheduling.parts.guarded_connector import GuardedConnector
 from jackfield.core.scheduling.parts.kv_compression import CompressionRule
 from jackfield.core.scheduling.parts.kv_transfer import KVTransfer
@@ -446,6 +447,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     groups: tuple[CacheGroup, ...] = ONE_GROUP
     kv_compression: CompressionRule | None = None
     num_drafts = 0
+    draft_widths: DraftWidths | None = None
     max_source_tokens = 0
     num_stages = 1
     adapters: tuple[AdapterRoom, int, int] | None = None
@@ -473,6 +475,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 else GuardedConnector(self.connector, AsTheyAre()),
                 kv_compression=self.kv_compression,
                 num_drafts=self.num_drafts,
+                draft_widths=self.draft_widths,
+                longest=self.max_model_len if self.draft_widths is not None else 0,
                 max_source_tokens=self.max_source_tokens,
                 num_stages=self.num_stages,
                 adapters=self.adapters,

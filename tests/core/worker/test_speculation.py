@@ -392,7 +392,7 @@ async def test_recorded_forward_passes_and_kernels_give_the_same(
         assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens
     assert stats.spec_decode_num_accepted_tokens > 0
     counts = RecordingExecutor.counts
-    assert counts["replayed"] > 1 and not counts["launched"], counts
+    assert counts["replayed"] and not counts["launched"], counts
     assert sum(replayed.values()) > 2, replayed
 
 
