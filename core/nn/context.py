@@ -82,6 +82,8 @@ class MixedRows:
     """Most decode rows; 0: there are none."""
     max_prompt_rows: int
     """Most rows that are not decode rows, padding included."""
+    width: int = 0
+    """Tokens of every row, if there are no decode rows and all have as many; 0: any."""
 
 
 class CacheLevels(NamedTuple):

@@ -93,18 +93,20 @@ def _tiles_between(lower, upper, num_splits, BLOCK_N: tl.constexpr, MIN_TILES: t
 @triton.jit
 def _split_tiles(
     seq_len,
+    width,
     num_splits,
     BLOCK_N: tl.constexpr,
     MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Return (first visible position, first tile, end tile, tiles per split) of a row.
+    """Return (first visible position, first tile, end tile, tiles per split) of a row's last
+    `width` tokens.
 
     Computed from the length on the device, so any number of splits is right for any length, and
     a captured graph serves every length.
     """
-    lower = _first_seen(seq_len, WINDOW, CHUNK)
+    lower = _first_seen(seq_len - (width - 1), WINDOW, CHUNK)
     first, end, per_split = _tiles_between(lower, seq_len, num_splits, BLOCK_N, MIN_TILES)
     return lower, first, end, per_split
 
@@ -118,6 +120,7 @@ def _join_kernel(
     query_start_ptr,
     sinks_ptr,
     num_splits,
+    width,
     stride_out_row,
     stride_out_head,
     NUM_HEADS: tl.constexpr,
@@ -132,7 +135,7 @@ def _join_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per (row, query head)."""
+    """One program per (token, query head); each row has `width` tokens."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     row64 = row.to(tl.int64)
@@ -142,8 +145,10 @@ def _join_kernel(
     if MIXED:
         if tl.load(query_start_ptr + row + 1) != row + 1:
             return
-    seq_len = tl.load(seq_lens_ptr + row)
-    _, first, end, per_split = _split_tiles(seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW, CHUNK)
+    seq_len = tl.load(seq_lens_ptr + row // width)
+    _, first, end, per_split = _split_tiles(
+        seq_len, width, num_splits, BLOCK_N, MIN_TILES, WINDOW, CHUNK
+    )
     offs_s = tl.arange(0, BLOCK_S)
     offs_d = tl.arange(0, BLOCK_D)
     live = offs_s < tl.cdiv(end - first, per_split)

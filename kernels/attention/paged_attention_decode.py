@@ -1,7 +1,8 @@
-"""Decode attention over a paged cache: one query per row, its keys split over programs.
+"""Decode attention over a paged cache: one query per row, or as many of each (drafts), whose keys
+are split over programs.
 
-The query heads that share a key head (GQA) form the rows of one matrix product, so each key and
-value is read once. A second kernel joins the splits by their log-sum-exp.
+A row's queries, and the query heads that share a key head (GQA), form the rows of one matrix
+product, so each key and value is read once. A second kernel joins the splits by their log-sum-exp.
 
 Memory: 2 * sum(seq_lens) * num_kv_heads * head_dim elements read (bound by this), and
 num_rows * num_heads * num_splits * (head_dim + 1) floats written and read when split.
@@ -46,7 +47,7 @@ from .quantized_tiles import (
     product_query,
     widen_floats,
 )
-from .reach import reach_constants
+from .reach import last_hidden, reach_constants
 
 
 @triton.jit(do_not_specialize=["num_splits", "stride_table"])
@@ -67,6 +68,7 @@ def _decode_kernel(
     scale,
     value_scale,
     num_splits,
+    width,
     stride_out_row,
     stride_out_head,
     stride_query_row,
@@ -87,6 +89,7 @@ def _decode_kernel(
     SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     MIXED: tl.constexpr,
+    SEVERAL: tl.constexpr,
     MIN_TILES: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
@@ -98,7 +101,8 @@ def _decode_kernel(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per (row, kv head, split). Scores are in units of log2."""
+    """One program per (row, kv head, split). SEVERAL: each row has `width` queries, its last
+    positions. Scores are in units of log2."""
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -111,7 +115,7 @@ def _decode_kernel(
             return
     seq_len = tl.load(seq_lens_ptr + row)
     lower, first, end, per_split = _split_tiles(
-        seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW, CHUNK
+        seq_len, width, num_splits, BLOCK_N, MIN_TILES, WINDOW, CHUNK
     )
     begin_tile = first + split * per_split
     end_tile = tl.minimum(begin_tile + per_split, end)
@@ -125,10 +129,19 @@ def _decode_kernel(
     offs_v = tl.arange(0, BLOCK_V)
     mask_k = offs_k < KEY_WIDTH
     mask_v = offs_v < VALUE_WIDTH
-    mask_q = (offs_m < GROUP)[:, None] & mask_k[None, :]
-    head = kv_head * GROUP + offs_m
     row64 = row.to(tl.int64)
-    source = query_ptr + row64 * stride_query_row + head[:, None] * stride_query_head
+    if SEVERAL:
+        used = offs_m < width * GROUP
+        head = kv_head * GROUP + offs_m % GROUP
+        token = row64 * width + offs_m // GROUP
+        position_q = (seq_len - width + offs_m // GROUP)[:, None]
+    else:
+        used = offs_m < GROUP
+        head = kv_head * GROUP + offs_m
+        token = row64
+        position_q = seq_len - 1
+    mask_q = used[:, None] & mask_k[None, :]
+    source = query_ptr + (token * stride_query_row + head * stride_query_head)[:, None]
     dtype: tl.constexpr = query_ptr.dtype.element_ty
     kind: tl.constexpr = product_dtype(key_cache_ptr.dtype.element_ty, dtype)
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -138,9 +151,7 @@ def _decode_kernel(
         query = tl.load(source + offs_k[None, :], mask=mask_q, other=0.0)
         query = product_query(query, kind)
     else:
-        query = load_query_parts(
-            source, (offs_m < GROUP)[:, None], kind, KEY_BITS, KEY_WIDTH, BLOCK_K // 2
-        )
+        query = load_query_parts(source, used[:, None], kind, KEY_BITS, KEY_WIDTH, BLOCK_K // 2)
         factor = scale * LOG2E if LOGS else scale
         low, high, query_sum = product_starts(query, KEY_BITS)
         query_sum *= factor
@@ -156,7 +167,7 @@ def _decode_kernel(
         missing = totals
     table = block_table_ptr + row64 * stride_table
     if ALIBI:
-        slope = tl.load(slopes_ptr + head, mask=offs_m < GROUP, other=0.0)
+        slope = tl.load(slopes_ptr + head, mask=used, other=0.0)
     for tile in range(begin_tile, end_tile):
         position = tile * BLOCK_N + offs_n
         if KEY_BITS == 16:
@@ -184,18 +195,26 @@ def _decode_kernel(
             scores = code_scores(query, low, high, query_sum, key, key_words, factor, KEY_BITS)
         scores = soft_capped(scores, SOFT_CAP)
         if ALIBI:
-            scores += slope[:, None] * (position - seq_len + 1)[None, :]
+            scores += slope[:, None] * (position[None, :] - position_q)
         if DISTANCES > 0:
-            away = tl.minimum(tl.maximum(seq_len - 1 - position, 0), DISTANCES - 1)
-            places = head[:, None] * DISTANCES + away[None, :]
-            bias = tl.load(slopes_ptr + places, mask=(offs_m < GROUP)[:, None], other=0.0)
+            away = tl.minimum(tl.maximum(position_q - position[None, :], 0), DISTANCES - 1)
+            places = head[:, None] * DISTANCES + away
+            bias = tl.load(slopes_ptr + places, mask=used[:, None], other=0.0)
             scores += bias.to(tl.float32)
         LOG: tl.constexpr = 1.0 if LOGS else LOG2E
-        scores = tl.where(valid[None, :], scores * LOG, -float("inf"))
-        # A tile always holds a visible position, so m_new is finite.
+        seen = valid[None, :]
+        if SEVERAL:
+            seen = seen & (position[None, :] <= position_q)
+            if WINDOW > 0:
+                seen = seen & (position[None, :] > last_hidden(position_q, WINDOW, CHUNK))
+        scores = tl.where(seen, scores * LOG, -float("inf"))
+        # A tile always holds a position that the newest query sees, so its m_new is finite.
         m_new = tl.maximum(m, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - m_new[:, None])
-        decay = tl.exp2(m - m_new)
+        highest = m_new
+        if SEVERAL:
+            highest = tl.where(m_new == -float("inf"), 0.0, m_new)
+        weights = tl.exp2(scores - highest[:, None])
+        decay = tl.exp2(m - highest)
         if VALUE_BITS == 16:
             total = total * decay + tl.sum(weights, axis=1)
             acc = acc * decay[:, None]
@@ -218,7 +237,7 @@ def _decode_kernel(
         acc += rest
         acc_high += rest
     if SINKS and not SPLIT:
-        sink = tl.load(sinks_ptr + head, mask=offs_m < GROUP, other=0.0).to(tl.float32) * LOG2E
+        sink = tl.load(sinks_ptr + head, mask=used, other=0.0).to(tl.float32) * LOG2E
         m_new = tl.maximum(m, sink)
         decay = tl.exp2(m - m_new)
         total = total * decay + tl.exp2(sink - m_new)
@@ -227,13 +246,13 @@ def _decode_kernel(
     # A row of length 0 (padding) has total 0 and gives zeros.
     factor = (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
     acc = acc * factor
-    mask_out = (offs_m < GROUP)[:, None] & mask_v[None, :]
-    at = (row64 * NUM_HEADS + head) * num_splits + split
+    mask_out = used[:, None] & mask_v[None, :]
+    at = (token * NUM_HEADS + head) * num_splits + split
     if SPLIT:
-        tl.store(lse_ptr + at, m + tl.log2(total), mask=offs_m < GROUP)
+        tl.store(lse_ptr + at, m + tl.log2(total), mask=used)
         target = partial_ptr + at[:, None] * HEAD_DIM + offs_v[None, :]
     else:
-        target = out_ptr + row64 * stride_out_row + head[:, None] * stride_out_head
+        target = out_ptr + (token * stride_out_row + head * stride_out_head)[:, None]
         target += offs_v[None, :]
     tl.store(target, acc.to(target.dtype.element_ty), mask=mask_out)
     if VALUE_BITS == 4:
@@ -261,23 +280,25 @@ def paged_attention_decode(
     config: DecodeConfig | None = None,
     cache_scales: tuple[float, float] = (1.0, 1.0),
     query_start: torch.Tensor | None = None,
+    width: int = 1,
 ) -> torch.Tensor:
-    """query: [num_rows, num_heads, head_dim], one token per row → the same shape.
+    """query: [num_rows * width, num_heads, head_dim], each row's last tokens → the same shape.
 
     kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of query's type (float16,
     bfloat16 or float32), or fp8 that is multiplied by `cache_scales` (keys, values); or quantized.
-    block_table: [num_rows, max_blocks] int32; seq_lens: [num_rows] int32, including the query's own
-    token. Last strides are 1, others free. alibi_slopes: [num_heads] float32, times (key's position
-    - query's) added to the logits; distance_bias, in place of them: [num_heads, num_distances],
-    contiguous, added by the distance to the key, the last one from there on; sinks: [num_heads],
-    one additional logit per head in the softmax's sum. `workspace`: float32, at least
-    `workspace_elements(...)`, contents free; None: allocated here. Blocks beyond a row's length, or
-    before its window or chunks, are never read, and of floats no such position; codes of these
-    positions in a row's own blocks are multiplied by zero. query_start: [at least num_rows + 1]
-    int32; if given, only the leading rows with query_start[row + 1] = row + 1 are computed. No host
-    synchronisation; safe to capture.
+    block_table: [num_rows, max_blocks] int32; seq_lens: [num_rows] int32, including the queries'
+    own tokens. Last strides are 1, others free. alibi_slopes: [num_heads] float32, times (key's
+    position - query's) added to the logits; distance_bias, in place of them: [num_heads,
+    num_distances], contiguous, added by the distance to the key, the last one from there on; sinks:
+    [num_heads], one additional logit per head in the softmax's sum. `workspace`: float32, at least
+    `workspace_elements(...)` of num_rows * width, contents free; None: allocated here. Blocks
+    beyond a row's length, or before its window or chunks, are never read, and of floats no such
+    position; codes of these positions in a row's own blocks are multiplied by zero. query_start:
+    [at least num_rows + 1] int32; if given, width is 1, and only the leading rows with
+    query_start[row + 1] = row + 1 are computed. No host synchronisation; safe to capture.
     """
-    num_rows, num_heads, head_dim = query.shape
+    num_tokens, num_heads, head_dim = query.shape
+    num_rows = num_tokens // width
     cache = cache_arguments(kv_cache)
     num_kv_heads = cache.num_kv_heads
     out = torch.empty_like(query) if out is None else out
@@ -297,16 +318,16 @@ def paged_attention_decode(
     )
     partial = lse = out
     if num_splits > 1:
-        needed = workspace_elements(num_rows, num_heads, head_dim, num_splits)
+        needed = workspace_elements(num_tokens, num_heads, head_dim, num_splits)
         if workspace is None:
             workspace = torch.empty(needed, dtype=torch.float32, device=query.device)
         if workspace.numel() < needed:
             raise ValueError(
-                f"workspace has {workspace.numel()} elements; {num_rows} rows in {num_splits} "
+                f"workspace has {workspace.numel()} elements; {num_tokens} tokens in {num_splits} "
                 f"splits need {needed}"
             )
         partial = workspace
-        lse = workspace[num_rows * num_heads * num_splits * head_dim :]
+        lse = workspace[num_tokens * num_heads * num_splits * head_dim :]
     # A kernel that runs beside another stream's has no predecessor to overlap with.
     options = {} if query_start is not None else pdl_options(query.device)
     launch(_decode_kernel, (num_rows, num_kv_heads, num_splits))(
@@ -323,6 +344,7 @@ def paged_attention_decode(
         scale * cache_scales[0],
         cache_scales[1],
         num_splits,
+        width,
         out.stride(0),
         out.stride(1),
         query.stride(0),
@@ -340,9 +362,10 @@ def paged_attention_decode(
         SINKS=sinks is not None,
         SPLIT=num_splits > 1,
         MIXED=query_start is not None,
+        SEVERAL=width > 1,
         MIN_TILES=MIN_SPLIT_TILES,
         **cache.constants(head_dim),
-        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_M=max(16, triton.next_power_of_2(group * width)),
         BLOCK_N=block_n,
         BLOCK_K=decode_width(key_width, cache.key_bits),
         BLOCK_V=decode_width(value_width, cache.value_bits),
@@ -353,7 +376,7 @@ def paged_attention_decode(
     )
     if num_splits > 1:
         block_s, block_d = triton.next_power_of_2(num_splits), block_width(head_dim)
-        launch(_join_kernel, (num_rows, num_heads))(
+        launch(_join_kernel, (num_tokens, num_heads))(
             out,
             partial,
             lse,
@@ -361,6 +384,7 @@ def paged_attention_decode(
             seq_lens if query_start is None else query_start,
             seq_lens if sinks is None else sinks,
             num_splits,
+            width,
             out.stride(0),
             out.stride(1),
             NUM_HEADS=num_heads,

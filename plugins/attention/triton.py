@@ -41,6 +41,11 @@ try:
 except ImportError as error:
     _MISSING = f"triton cannot be imported ({error})"
 
+ROW_ELEMENTS = 8192
+"""Tokens of a row, times heads of a group, times channels, for which the decode kernel's sums stay
+in registers."""
+WORKSPACE_TOKENS = 4
+"""Tokens of a row for whose splits there is room; rows of more have fewer splits."""
 MAX_GROUP = 128
 MAX_HEAD_DIM = 512
 MAX_WIDE_GROUP = 64
@@ -221,9 +226,14 @@ class TritonAttention(AttentionBackend):
     def _attend_mixed(self, call: LayerCall, mixed: MixedRows) -> None:
         """Launch both kernels over the maximum number of rows; each selects its rows on the device.
 
-        They run in parallel: one is bound by memory, the other by products.
+        They run in parallel: one is bound by memory, the other by products. Few rows of as many
+        tokens each (drafts) take that of decode rows, which splits their keys.
         """
         layout, rows = call.layout, mixed.max_decode_rows
+        if mixed.width and (num_splits := self._wide_splits(call, mixed.width)) > 1:
+            workspace = self._workspace(call.spec, call.query.dtype).floats
+            num_rows = layout.num_tokens // mixed.width
+            return call.decode(num_rows, num_splits, workspace, width=mixed.width)
 
         def prompts() -> None:
             call.prefill(
@@ -333,6 +343,16 @@ class TritonAttention(AttentionBackend):
             rows, spec.num_kv_heads, spec.head_dim, dtype, longest, self.num_sms, narrow
         )
 
+    def _wide_splits(self, call: LayerCall, width: int) -> int:
+        """Return into how many splits rows of `width` tokens divide their keys; 1: prompts' kernel
+        serves them as well, or has the registers that they need."""
+        spec, tokens = call.spec, call.layout.num_tokens
+        if width * (spec.num_heads // spec.num_kv_heads) * spec.head_dim > ROW_ELEMENTS:
+            return 1
+        num_splits, workspace = self._splits(call, tokens // width)
+        each = workspace_elements(tokens, spec.num_heads, spec.head_dim, 2) // 2
+        return min(num_splits, workspace.numel() // each)
+
     def _workspace(self, spec: AttentionSpec, dtype: torch.dtype) -> Workspace:
         """Return the workspace, created once: captured graphs hold its addresses."""
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
@@ -352,6 +372,7 @@ class TritonAttention(AttentionBackend):
             ]
             sizes = (spec.num_heads, spec.head_dim)
             needed = max(workspace_elements(rows, *sizes, number) for rows, number in splits)
+            needed *= WORKSPACE_TOKENS
             counters = self.max_num_seqs * spec.num_kv_heads
             workspace = Workspace(
                 torch.empty(needed, dtype=torch.float32, device=self.device),

@@ -42,12 +42,15 @@ class LayerCall(NamedTuple):
             "sinks": self.sinks,
         }
 
-    def decode(self, rows: int, num_splits: int, workspace: torch.Tensor, **more: Any) -> None:
-        """Compute the first `rows` rows, of one token each."""
+    def decode(
+        self, rows: int, num_splits: int, workspace: torch.Tensor, width: int = 1, **more: Any
+    ) -> None:
+        """Compute the first `rows` rows, of `width` tokens each."""
+        tokens = rows * width
         paged_attention_decode(
-            self.query[:rows], self.kv_cache, self.layout.block_table, self.layout.seq_lens,
-            **self._terms(), num_splits=num_splits, workspace=workspace, out=self.out[:rows],
-            **more,
+            self.query[:tokens], self.kv_cache, self.layout.block_table, self.layout.seq_lens,
+            **self._terms(), num_splits=num_splits, workspace=workspace, out=self.out[:tokens],
+            width=width, **more,
         )  # fmt: skip
 
     def prefill(self, max_query_len: int, *, end_row: int | None = None, **more: Any) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from ...core.nn.context import ForwardContext
+from ...core.nn.context import ForwardContext, MixedRows
 from ...core.nn.operations import Norm
 from ...core.protocols.attention import AttentionBackend, AttentionSpec
 from ...core.worker.selection import attention_refusal
@@ -220,6 +220,29 @@ class AttentionBackendKit(
             DRAFT_SIZES, spec, 8, self.device, torch.float32, released=backend.cache_groups
         )
         layout = with_bounds(batch.layout)
+        actual = self.attend(backend, spec, replace(batch, layout=layout))
+        self.assert_near(actual, dense_attention(spec, batch.rows), torch.float32)
+
+    @pytest.mark.parametrize("features", [{}, *REACHES], ids=lambda f: "+".join(f) or "plain")
+    def test_rows_of_as_many_tokens(self, features: dict[str, Any]) -> None:
+        """If it claims `mixed_graph_safe`: recorded steps with drafts have such rows alone, and say
+        so."""
+        spec, width = make_spec(**features), 5
+        backend = self.make(spec, torch.float32, 8)
+        if not backend.mixed_graph_safe:
+            pytest.skip(f"{self.name} does not claim to be mixed_graph_safe")
+        sizes = [(width, width), (64, width), (133, width), (67, width)]
+        batch = make_batch(sizes, spec, 8, self.device, torch.float32)
+        layout = replace(
+            batch.layout,
+            query_start_cpu=np.zeros(len(sizes) + 1, dtype=np.int32),
+            seq_lens_cpu=np.full(len(sizes), MAX_MODEL_LEN, dtype=np.int32),
+            max_query_len=width,
+            mixed=MixedRows(
+                torch.tensor([0, len(sizes)], dtype=torch.int32, device=self.device),
+                0, len(sizes), width,
+            ),
+        )  # fmt: skip
         actual = self.attend(backend, spec, replace(batch, layout=layout))
         self.assert_near(actual, dense_attention(spec, batch.rows), torch.float32)
 

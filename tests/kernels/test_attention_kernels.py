@@ -99,6 +99,47 @@ def test_decode_kernel_equals_its_twin(dtype, heads, kv_heads, dim, block, windo
     torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("width", "heads", "kv_heads", "dim", "within", "splits", "more"),
+    [
+        (5, 8, 2, 64, None, 3, {}),
+        (2, 4, 4, 32, 37, 4, {"soft_cap": 5.0}),
+        (9, 4, 1, 32, (33, 1), 5, {}),
+        (3, 2, 1, 64, (16, 0), 1, {"sinks": True}),
+        (4, 6, 2, 32, 20, 3, {"alibi_slopes": True, "sinks": True}),
+        (4, 6, 2, 32, None, 3, {"distance_bias": True}),
+    ],
+)
+def test_decode_of_several_tokens_per_row_equals_its_twin(
+    dtype, width, heads, kv_heads, dim, within, splits, more
+):
+    """Of a tile or a split, some of a row's queries see nothing: it lies beyond them, or before
+    their window."""
+    lengths = [width, 34, 64, 65, 133, 230]
+    query, cache, table, start, seq_lens = make_rows(
+        lengths,
+        [width] * len(lengths),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        block_size=8,
+        dtype=dtype,
+    )
+    draw = torch.Generator().manual_seed(3)
+    sizes = {"sinks": (heads,), "alibi_slopes": (heads,), "distance_bias": (heads, 40)}
+    more = {
+        name: torch.randn(sizes[name], generator=draw).to(DEVICE) if name in sizes else value
+        for name, value in more.items()
+    }
+    options = {"scale": dim**-0.5, **reach(within), **more}
+    actual = paged_attention_decode(
+        query, cache, table, seq_lens, num_splits=splits, width=width, **options
+    )
+    expected = reference.paged_attention(query, cache, table, start, seq_lens, **options)
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 def test_decode_of_a_padding_row_gives_zeros(splits):
     query, cache, table, _, seq_lens = make_rows(

@@ -163,6 +163,22 @@ def test_decode(name: str, dim: int, dtype: torch.dtype) -> None:
             torch.testing.assert_close(out.float(), expected, atol=bound, rtol=bound)
 
 
+@pytest.mark.parametrize("name", QUANTIZED_FORMATS)
+def test_decode_of_several_tokens_per_row(name: str) -> None:
+    case = Case(name, 16, DTYPES[-1], {3: 3, 19: 3, 70: 3, 64: 3})
+    query, cache = case.written()
+    for features in FEATURES:
+        more = options(features)
+        expected = reference.paged_attention(
+            query.float(), cache, case.table, case.starts, case.seq_lens, **more
+        )
+        out = paged_attention_decode(
+            query, cache, case.table, case.seq_lens, num_splits=3, width=3, **more
+        )
+        bound = TOLERANCE[DTYPES[-1]]
+        torch.testing.assert_close(out.float(), expected, atol=bound, rtol=bound)
+
+
 @pytest.mark.parametrize(
     ("name", "dim", "block"),
     [("int8", 16, 12), ("int8", 9, 4), ("int8_int4", 18, 4), ("int4", 18, 12)],

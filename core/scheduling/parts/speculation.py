@@ -223,12 +223,15 @@ class Speculation(SchedulerPart):
             return
         if (known := self._rows.get(request)) is not None:
             self._widths.verified(known, drafted.verified[row], result.counts[row] - 1)
+        # Those beyond the request's end are padding.
+        left = len(tokens) + request.max_tokens - len(request.output_token_ids)
+        num_verified = min(drafted.verified[row], left)
         num_accepted = min(result.counts[row] - 1, len(tokens))
-        used = DraftUsage(num_accepted, drafted.verified[row] - num_accepted, 1)
+        used = DraftUsage(num_accepted, num_verified - num_accepted, 1)
         before = request.draft_usage
         request.draft_usage = used if before is None else DraftUsage.total((before, used))
         self._num_rows += 1
-        self._num_verified += drafted.verified[row]
+        self._num_verified += num_verified
         self._num_accepted += num_accepted
         for place in range(num_accepted):
             self._accepted_at[place] += 1

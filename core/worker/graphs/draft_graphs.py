@@ -127,7 +127,7 @@ class DraftGraphs:
             np.full(rows, batch.max_model_len, dtype=np.int32),
             max_query_len=width,
             slots=slots,
-            mixed=MixedRows(self._bounds[rows], 0, rows),
+            mixed=MixedRows(self._bounds[rows], 0, rows, width),
         )
         hidden = self._forward(
             StepInputs(

@@ -163,7 +163,7 @@ class DraftPasses:
             bounds = num_rows * torch.arange(2, dtype=torch.int32, device=slots.device)
             sizes |= {
                 "query_start_cpu": np.zeros(num_rows + 1, dtype=np.int32), "max_query_len": width,
-                "mixed": MixedRows(bounds, 0, num_rows),
+                "mixed": MixedRows(bounds, 0, num_rows, width),
             }  # fmt: skip
         return PassRows(slots, width * order, row_of, sizes)
 

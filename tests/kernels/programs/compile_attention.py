@@ -39,6 +39,8 @@ COMMON = {
     "DISTANCES": 0,
     "SINKS": False,
     "MIXED": False,
+    "SEVERAL": False,
+    "UNIFORM": False,
     "VALUE_PARTS": 1,
 }
 # Gemma 2's.
@@ -167,6 +169,15 @@ KERNELS = [
         paged_attention_decode._decode_kernel,
         {**COMMON, **DECODE, **MORE, "SPLIT": False, "PDL": True},
         4,
+    ),
+    # Rows of 5 and of 13 tokens.
+    *(
+        (
+            paged_attention_decode._decode_kernel,
+            {**COMMON, **DECODE, "SPLIT": True, "PDL": True, "SEVERAL": True, "BLOCK_M": rows},
+            4,
+        )
+        for rows in (32, 64)
     ),
     (
         paged_attention_decode._decode_kernel,
