@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -44,6 +44,12 @@ class ModelTensors:
             for path, tensor in self.tensors.items()
             if tensor.untyped_storage().data_ptr() not in shared
         }
+        return ModelTensors(own, self.numbers)
+
+    def without_paths(self, paths: Iterable[str]) -> ModelTensors:
+        """Return those with other paths."""
+        left_out = set(paths)
+        own = {path: tensor for path, tensor in self.tensors.items() if path not in left_out}
         return ModelTensors(own, self.numbers)
 
     def storages(self) -> dict[int, tuple[str, torch.UntypedStorage]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from .quantize import choose_method
 from .weight_map import ParameterFiller, WeightMap
 
 logger = logging.getLogger("jackfield.loading")
+DRAFT_PREFIX = "draft_model."
+"""Before the names of tensors of a draft model that has a checkpoint of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,17 +66,22 @@ class SecondModel:
         beside: Sequence[ModelBeside] = (),
     ) -> None:
         """serving: the first model's tensors, as `build_model` made it from `architecture`; beside:
-        models whose tensors are in the same checkpoint."""
+        models that serve beside it."""
         self._plugins, self._config, self._device, self._ranks = plugins, config, device, ranks
         self._serving = serving
         self._model_config, self._architecture = model_config, architecture
-        self._beside = [
-            SecondModel(
+
+        def second(each: ModelBeside) -> SecondModel:
+            return SecondModel(
                 plugins, each.config, each.model_config, device, operations, each.ranks,
                 each.tensors, architecture=each.architecture,
-            )
-            for each in beside
-        ]  # fmt: skip
+            )  # fmt: skip
+
+        self._beside = [second(each) for each in beside if each.in_checkpoint]
+        self._separate = [partial(second, each) for each in beside if not each.in_checkpoint]
+        self._drafts: list[SecondModel] = []
+        """Made of `_separate` with their first tensor: most updates have none."""
+        self._drafts_elsewhere = config.speculative_config is not None and not ranks.pipeline.last
         self._model = self._constructed(operations)
         if self._lacks_head():
             self._model_config = untied(model_config)
@@ -85,7 +93,8 @@ class SecondModel:
         """Tensors that came in part: [nbytes] uint8, and how many bytes are there."""
         self._read = False
         self.tensors: ModelTensors | None = None
-        """Set by `finish`."""
+        """Set by `finish`, unless the update is of draft models alone."""
+        self._finished = False
 
     def _constructed(self, operations: Operations) -> nn.Module:
         config, model_config = self._config, self._model_config
@@ -181,12 +190,27 @@ class SecondModel:
         self._names.add(name)
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise LoadError(f"tensor {name!r} has values that are no numbers (NaN or infinite)")
+        if name.startswith(DRAFT_PREFIX):
+            self._add_to_draft(name.removeprefix(DRAFT_PREFIX), tensor)
+            return
         if self._filler is None:
             self._filler = ParameterFiller(self._model, self._model.weight_map)  # type: ignore[arg-type]
         self._filler.fill(name, tensor.to(self._device))
         for each in self._beside:
             if each.has_place_for(name):
                 each.add(name, tensor)
+
+    def _add_to_draft(self, name: str, tensor: torch.Tensor) -> None:
+        if self._drafts_elsewhere:
+            return
+        if not self._separate:
+            raise LoadError(
+                f"tensor {DRAFT_PREFIX + name!r}: no draft model with a checkpoint of its own "
+                "serves here; drafting layers of the served checkpoint have their names in it"
+            )
+        self._drafts = self._drafts or [make() for make in self._separate]
+        fitting = (each for each in self._drafts if each.has_place_for(name))
+        next(fitting, self._drafts[0]).add(name, tensor)
 
     def has_place_for(self, name: str) -> bool:
         """Return whether a checkpoint's tensor is of this model, of those that are in it."""
@@ -198,7 +222,7 @@ class SecondModel:
             raise LoadError(f"tensor {name!r} came twice")
 
     def _check_open(self) -> None:
-        if self.tensors is not None:
+        if self._finished:
             raise LoadError("the update is complete; begin another one")
 
     # ------------------------------------------------------------ the end
@@ -209,33 +233,48 @@ class SecondModel:
         self._check_open()
         if self._parts:
             raise LoadError(f"tensors of which a part is missing: {listed(sorted(self._parts))}")
-        if not self._read:
-            if self._filler is None:
-                raise LoadError("the update has no tensors")
+        if not self._read and not self._names:
+            raise LoadError("the update has no tensors")
+        count = WeightCount(len(self._names), 0)
+        for each in self._drafts:
+            count = WeightCount(count.num_tensors, count.nbytes + each.finish().nbytes)
+        if self._read or self._filler is not None:
+            count = WeightCount(count.num_tensors, count.nbytes + self._finish_own())
+        self._finished = True
+        return count
+
+    def _finish_own(self) -> int:
+        """Finish the model, and those in its checkpoint; return their bytes."""
+        if self._filler is not None:
             self._filler.finish()
         finish_model(
             self._plugins, self._config, self._model_config, self._model, self._architecture
         )
-        tensors = ModelTensors.of(self._model)
+        # Where a checkpoint has none, the serving model has the engine's.
+        absent: Collection[str] = getattr(self._model, "absent", ())
+        tensors = ModelTensors.of(self._model).without_paths(
+            path for path in absent if path not in self._serving.tensors
+        )
         tensors.check_like(self._serving)
-        count = WeightCount(len(self._names), tensors.nbytes)
+        nbytes = tensors.nbytes
         for each in self._beside:
             if each._read or each._names:
-                count = WeightCount(count.num_tensors, count.nbytes + each.finish().nbytes)
+                nbytes += each.finish().nbytes
             else:
                 logger.warning(
                     "the update has no tensors of the drafting layers, which stay as they are: "
                     "fewer drafts may be accepted"
                 )
         self.tensors = tensors
-        return count
+        return nbytes
 
     def apply(self) -> None:
         """Copy it into the serving model."""
-        assert self.tensors is not None, "finish() comes first"
-        self._serving.copy_from(self.tensors)
-        for each in self._beside:
-            if each.tensors is not None:
+        assert self._finished, "finish() comes first"
+        if self.tensors is not None:
+            self._serving.copy_from(self.tensors)
+        for each in (*self._beside, *self._drafts):
+            if each._finished:
                 each.apply()
 
 

@@ -59,7 +59,7 @@ class WeightUpdates:
     ) -> None:
         """model: the one that serves; serving: its tensors, as it was built; memory: its own;
         beside: what serves beside it."""
-        self._beside = [each for each in beside if each.in_checkpoint]
+        self._beside = beside
         self._config, self._model_config, self._plugins = config, model_config, plugins
         self._ranks, self._device, self._operations = ranks, device, operations
         self._model, self._serving, self.memory = model, serving, memory

@@ -18,7 +18,7 @@ from test_mtp import CASES, LAYERS
 from jackfield import AsyncEngine
 from jackfield.core.errors import InvalidRequest
 
-from helpers import COMMON
+from helpers import COMMON, make_checkpoint
 
 Known = dict[tuple[int, ...], list[int]]
 PROMPT = [5, 6, 7, 8, 9]
@@ -132,6 +132,51 @@ async def test_a_head_of_its_own_checkpoint_goes_on(
             await engine.update_weights({"fc.weight": torch.zeros(2, 2)}.items())
     assert tokens == want
     assert compared(known, drafts) > 5
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+async def test_a_draft_model_is_updated_beside_the_model_or_alone(
+    method: str, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Drafts are those of an engine that was started with the new ones; a part of them is refused,
+    and so are they where none has a checkpoint of its own."""
+    size, heads = COMMON["hidden_size"], [tmp_path / "old", tmp_path / "new"]
+    if method == "eagle":
+        config = {**LLAMA, "hidden_size": size, "architectures": ["EagleLlamaForCausalLM"]}
+        for seed, head in enumerate(heads):
+            draw = Random(seed)
+            tensors = {"fc.weight": draw.matrix(size, 2 * size), **draw.layer("layers.0.", size)}
+            write(head, tensors, config)
+    else:
+        for head in heads:
+            make_checkpoint("qwen3", head)
+        tensors = load_file(heads[1] / "model.safetensors")
+        tensors = {name: t + 0.5 * t.std() * torch.randn_like(t) for name, t in tensors.items()}
+        save_file(tensors, heads[1] / "model.safetensors", metadata={"format": "pt"})
+    new = {
+        f"draft_model.{name}": tensor
+        for name, tensor in load_file(heads[1] / "model.safetensors").items()
+    }
+    async with drafting(folders[1], method, model=str(heads[1])) as (_, serve):
+        want, drafts = await serve()
+    async with drafting(folders[0], method, model=str(heads[0])) as (engine, serve):
+        with pytest.raises(InvalidRequest, match="missing tensors"):
+            await engine.update_weights(dict(list(new.items())[:1]).items())
+        model = load_file(folders[1] / "model.safetensors")
+        await engine.update_weights({**model, **new}.items())
+        tokens, known = await serve()
+        old = {name: torch.zeros_like(tensor) for name, tensor in new.items()}
+        await engine.update_weights(old.items())
+        same, others = await serve()
+        await engine.update_weights(new.items())
+        again, alike = await serve()
+    assert tokens == same == again == want
+    assert compared(known, drafts) > 5 and compared(alike, drafts) > 5
+    assert others != drafts
+    if method == "eagle":
+        async with drafting(folders[0]) as (engine, serve):
+            with pytest.raises(InvalidRequest, match="no draft model with a checkpoint of its own"):
+                await engine.update_weights(new.items())
 
 
 @pytest.mark.parametrize("level", [1, 2])
