@@ -208,6 +208,13 @@ class Speculator(ABC):
         ConfigError for a checkpoint or a target that it does not serve."""
         return SpeculatorNeeds()
 
+    @classmethod
+    def tapped_layers(cls, site: DraftSite) -> tuple[int, ...]:
+        """Return `SpeculatorNeeds.taps`, in stages that do not have its model (`site.load` raises)
+        and pass the inputs of their layers on. Without it, such needs are refused in several
+        stages."""
+        return ()
+
     @abstractmethod
     def __init__(self, setup: SpeculatorSetup) -> None: ...
 

@@ -183,10 +183,14 @@ class Eagle3(Eagle):
         head: Any = site.load(config, Eagle3Head)
         head.share(site.target)
         return SpeculatorNeeds(
-            model=head,
-            taps=taps(config.hf_config, target.num_layers) or default_taps(target.num_layers),
-            longest=longest(site, config),
+            model=head, taps=cls.tapped_layers(site), longest=longest(site, config)
         )
+
+    @classmethod
+    def tapped_layers(cls, site: DraftSite) -> tuple[int, ...]:
+        config, num_layers = site.draft_config, site.target_config.num_layers
+        assert config is not None, "it has a checkpoint"
+        return taps(config.hf_config, num_layers) or default_taps(num_layers)
 
     def read(self, step: ComputedTokens) -> torch.Tensor:
         assert step.taps is not None, "they are needed"

@@ -30,12 +30,12 @@ def draft_needs(
     start: StartContext, speculator: type[Speculator], options: msgspec.Struct
 ) -> tuple[SpeculatorNeeds, list[CacheLayer], list[ModelBeside]]:
     """Return what the speculator needs, its model's layers, and what it was built from: in the last
-    stage, which has it whole. Raises ConfigError, LoadError.
+    stage, which has it whole. Those before have what they pass on to it. Raises ConfigError,
+    LoadError.
     """
     config, target_config = start.config.speculative_config, start.model_config
     assert config is not None, "no speculator is configured"
-    if not start.ranks.pipeline.last:
-        return SpeculatorNeeds(), [], []
+    pipeline = start.ranks.pipeline
     engine_config = _engine_config(start.config, config, target_config)
     draft_config = None
     if speculator.checkpoint != "none":
@@ -49,6 +49,7 @@ def draft_needs(
     built: list[tuple[nn.Module, ModelConfig, Any]] = []
 
     def load(model_config: ModelConfig, architecture: Any = None) -> nn.Module:
+        assert pipeline.last, "the last stage has it"
         try:
             model = build_model(
                 start.plugins,
@@ -69,9 +70,15 @@ def draft_needs(
         target_config=target_config, draft_config=draft_config, load=load,
     )  # fmt: skip
     registry = start.plugins["speculator"]
+    passed_on: tuple[int, ...] = ()
+    if pipeline.size > 1:
+        with registry.calling(config.speculator, "tapped_layers"):
+            passed_on = tuple(speculator.tapped_layers(site))
+    if not pipeline.last:
+        return SpeculatorNeeds(taps=passed_on), [], []
     with registry.calling(config.speculator, "needs"):
         needs = speculator.needs(site)
-    _check(start, config, needs)
+    _check(start, config, needs, passed_on)
     layers = [] if needs.model is None else cache_layers(needs.model)
     if config.max_model_len is not None:
         longest = min(config.max_model_len, needs.longest or config.max_model_len)
@@ -91,19 +98,31 @@ def draft_needs(
     return needs, layers, beside
 
 
-def draft_passes(
-    start: StartContext, site: PartSite, needs: SpeculatorNeeds, layers: Sequence[CacheLayer]
-) -> DraftPasses | None:
-    """Return the passes of a speculator; None: it needs nothing but tokens."""
+def token_states(start: StartContext, site: PartSite, needs: SpeculatorNeeds) -> TokenStates | None:
+    """Return what this stage keeps of a step's tokens; None: nothing."""
     if needs == SpeculatorNeeds():
+        return None
+    model_config = start.model_config
+    return TokenStates(
+        start.model, site.batch.max_tokens, model_config.hidden_size, needs,
+        dtype=model_config.dtype, device=start.device,
+    )  # fmt: skip
+
+
+def draft_passes(
+    start: StartContext,
+    site: PartSite,
+    needs: SpeculatorNeeds,
+    layers: Sequence[CacheLayer],
+    states: TokenStates | None,
+) -> DraftPasses | None:
+    """Return the passes of a speculator; None: it needs nothing but tokens, or is in another
+    stage."""
+    if states is None or not start.ranks.pipeline.last:
         return None
     config = start.config.speculative_config
     assert config is not None, "no speculator is configured"
     batch, model_config = site.batch, start.model_config
-    states = TokenStates(
-        start.model, batch.max_tokens, model_config.hidden_size, needs,
-        dtype=model_config.dtype, device=start.device,
-    )  # fmt: skip
     longest = batch.max_model_len + batch.num_drafts
     return DraftPasses(
         batch, site.sampling, needs.model, layers,
@@ -146,8 +165,14 @@ def _resolved(
     return replace(draft, max_model_len=min(draft.max_model_len, start.model_config.max_model_len))
 
 
-def _check(start: StartContext, config: SpeculativeConfig, needs: SpeculatorNeeds) -> None:
-    """Raises ConfigError for needs that the target does not meet, or a model that is not served."""
+def _check(
+    start: StartContext,
+    config: SpeculativeConfig,
+    needs: SpeculatorNeeds,
+    passed_on: tuple[int, ...],
+) -> None:
+    """Raises ConfigError for needs that the target does not meet, or a model that is not served.
+    passed_on: layers whose inputs other stages send."""
     name, architecture = config.speculator, start.model_config.architecture
 
     def refuse(reason: str) -> ConfigError:
@@ -163,10 +188,15 @@ def _check(start: StartContext, config: SpeculativeConfig, needs: SpeculatorNeed
             raise refuse(f"reads the inputs of layers {beyond}, and {architecture} has {layers}")
     if needs.model is not None and state_layers(needs.model):
         raise refuse("has a model that keeps states of sequences, which do not go back")
-    if needs.taps and start.ranks.pipeline.size > 1:
+    if start.ranks.pipeline.size > 1 and tuple(needs.taps) != passed_on:
         raise refuse(
-            "reads inputs of layers that other stages compute (pipeline_parallel_size), and is in "
-            "the last one"
+            f"reads the inputs of layers {list(needs.taps)}, and its tapped_layers tell other "
+            f"stages to pass on those of {list(passed_on)} (pipeline_parallel_size)"
         )
-    if needs != SpeculatorNeeds() and start.config.compresses_kv:
-        raise refuse("reads more than tokens, and caches of draft models are not compacted")
+    caches = needs.model is not None and cache_layers(needs.model)
+    if caches and start.config.compresses_kv:
+        raise refuse(
+            "has layers that cache keys and values in the blocks of the served model's, which KV "
+            "compression would have to compact by scores of their own: take ngram, suffix, medusa "
+            "or mlp_speculator, or leave compression out"
+        )

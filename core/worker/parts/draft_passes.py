@@ -113,7 +113,7 @@ class DraftPasses:
         self._model, self._num_drafts = model, num_drafts
         self.batch, self._sampling, self._layers = batch, sampling, tuple(layers)
         self._backend, self.states = backend, states
-        assert batch.table.dropped is None, "caches of draft models are not compacted"
+        assert not layers or batch.table.dropped is None, "their caches are not compacted"
         self._longest = longest
         self._noise = TokenNoise(sampling.vocab_size, batch.device)
         self._samples = samples

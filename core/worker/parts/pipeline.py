@@ -84,6 +84,9 @@ class PipelineStage(WorkerPart):
         if not pipeline.first:
             size = max_tokens, incoming_size
             self.incoming = torch.zeros(size, dtype=dtype, device=device)
+        self.beside: torch.Tensor | None = None
+        """[max_tokens, width] What a speculator in the last stage reads of layers, sent after the
+        states: each stage fills the columns of its own layers."""
         self._num_arrived = 0
         """Rows of `incoming` that are not zeros."""
         self._num_drafts = table.num_drafts
@@ -107,6 +110,8 @@ class PipelineStage(WorkerPart):
             self.incoming[count : self._num_arrived].zero_()
         self._num_arrived = count
         self.pipeline.receive_hidden(self.incoming[:count]).wait()
+        if self.beside is not None:
+            self.pipeline.receive_hidden(self.beside[:count]).wait()
 
     def context(self, inputs: StepInputs) -> torch.Tensor | None:
         """Return what the stage before has sent, [num_tokens, incoming_size]; None: this is the
@@ -125,6 +130,8 @@ class PipelineStage(WorkerPart):
         The first stage also awaits the tokens that come of them."""
         assert hidden.dtype == self._dtype, f"states are of {hidden.dtype}, not {self._dtype}"
         self.pipeline.send_hidden(hidden[: plan.total_tokens])
+        if self.beside is not None:
+            self.pipeline.send_hidden(self.beside[: plan.total_tokens])
         if (self.pipeline.first or self._num_drafts) and any(plan.samples):
             slots, counts = self._sampling_rows(plan)
             size = (len(slots), 2 + self._num_drafts) if self._num_drafts else (len(slots),)

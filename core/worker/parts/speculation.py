@@ -47,8 +47,8 @@ from ..sampling.rejection import DrawnDrafts
 from ..sampling.rounds import DraftPlaces
 from ..sampling.sampling_state import SamplingState
 from ..slot_table import SlotTable
-from .draft_model import draft_needs, draft_passes
-from .draft_passes import DraftPasses, PassRows, own_blocks
+from .draft_model import draft_needs, draft_passes, token_states
+from .draft_passes import DraftPasses, PassRows, TokenStates, own_blocks
 from .drafted_route import DraftedRoute
 from .part import PartNeeds, PartSite, PartStart, Report, Route, StartContext, WorkerPart
 
@@ -84,7 +84,8 @@ class SpeculationStart(PartStart):
     def make(self, site: PartSite) -> Speculation:
         config, ranks = self._config, self._start.ranks
         who, speculator = config.speculator, None
-        self._passes = draft_passes(self._start, site, self._needs, self._layers)
+        states = token_states(self._start, site, self._needs)
+        self._passes = draft_passes(self._start, site, self._needs, self._layers, states)
         if ranks.pipeline.last and (ranks.tensor.rank == 0 or self._passes is not None):
             who, speculator = self._speculator(site)
         return Speculation(
@@ -96,6 +97,7 @@ class SpeculationStart(PartStart):
             num_drafts=config.num_drafts,
             group=ranks.tensor,
             passes=self._passes,
+            states=states,
             widths=config.widths,
             models=self._models,
         )
@@ -192,15 +194,17 @@ class Speculation(WorkerPart):
         num_drafts: int,
         group: Group = ONE_GROUP,
         passes: DraftPasses | None = None,
+        states: TokenStates | None = None,
         widths: Sequence[int] = (),
         models: Sequence[ModelBeside] = (),
     ) -> None:
         """`speculator`: on the first rank of `group`, whose drafts all ranks get, and on the others
         if it has passes; `who`: for messages; `num_drafts`: most per row; `passes`: of a speculator
-        that needs more than tokens; `widths`: numbers of drafts that all rows of a step may have,
-        which are recorded; without any: the most; `models`: of the speculator.
+        that needs more than tokens; `states`: what it reads of this stage's; `widths`: numbers of
+        drafts that all rows of a step may have, which are recorded; without any: the most;
+        `models`: of the speculator.
         """
-        self._passes, self.models = passes, models
+        self._passes, self._states, self.models = passes, states, models
         self.widths = widths or (num_drafts,)
         self._speculator = speculator
         self._group = group
@@ -269,11 +273,11 @@ class Speculation(WorkerPart):
             self._rests = part.rests
 
     def context(self, inputs: StepInputs) -> Taps | None:
-        return None if self._passes is None else self._passes.states.layers
+        return None if self._states is None else self._states.layers
 
     def computed(self, inputs: StepInputs, hidden: HiddenStates) -> None:
-        if self._passes is not None:
-            self._passes.states.keep(inputs, hidden)
+        if self._states is not None:
+            self._states.keep(inputs, hidden)
 
     def sampled(self, plan: StepPlan, output: dict[str, torch.Tensor], rows: Sequence[int]) -> None:
         which = self._proposal_rows = self.proposal_rows(plan) if rows else []
@@ -299,6 +303,8 @@ class Speculation(WorkerPart):
         self._masks, self._processors = runner.masks, runner.sampler.processors
         self._masks.seeks_forced = True
         runner.sampler.rejects = self.rejects
+        if runner.stage is not None and self._states is not None:
+            runner.stage.beside = self._states.taps
         return [DraftedRoute(runner, self)]
 
     # ------------------------------------------------------------ verification

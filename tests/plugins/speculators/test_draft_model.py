@@ -130,7 +130,7 @@ async def test_the_method_is_that_of_the_checkpoint(folders: Folders, small: Pat
 async def test_caches_of_draft_models_are_not_compacted(folders: Folders) -> None:
     folder = folders("qwen3")
     config = config_of(folder, speculative_config=drafting(folder), kv_compression="window")
-    with pytest.raises(ConfigError, match="not compacted") as error:
+    with pytest.raises(ConfigError, match="compact by scores of their own") as error:
         await serve(config, requests(1))
     assert error.value.param == "speculative_config"
 

@@ -178,6 +178,19 @@ async def test_eagle3_norms_each_layers_states(target: Path, tmp_path: Path) -> 
     await check_drafts(target, speculative, reference)
 
 
+@pytest.mark.parametrize(("stages", "taps"), [(2, (0, 1, 2)), (3, (2, 1, 0))])
+async def test_stages_send_what_eagle3_reads(
+    stages: int, taps: tuple[int, ...], target: Path, tmp_path: Path
+) -> None:
+    """The inputs of their own layers, and of those before; the drafts are those of one stage."""
+    tensors, config = eagle3(Random(5), None, prefix="midlayer.", own_embeddings=True)
+    config["eagle_aux_hidden_state_layer_ids"] = list(taps)
+    head = write(tmp_path / "head", tensors, config)
+    reference = reference_of(target, tensors, "midlayer.", taps)
+    speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
+    await check_drafts(target, speculative, reference, stages=stages)
+
+
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 async def test_a_last_stage_says_what_a_head_lacks(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -185,7 +198,7 @@ async def test_a_last_stage_says_what_a_head_lacks(
     monkeypatch.setattr(rank_threads, "SECONDS", 5.0)  # The first stage waits for the last one.
     sizes = transformers.LlamaConfig(**{**COMMON, "tie_word_embeddings": False})
     transformers.LlamaForCausalLM(sizes).save_pretrained(target := tmp_path / "target")
-    tensors, config = eagle3(Random(2), 80, prefix="midlayer.", own_embeddings=method == "eagle3")
+    tensors, config = eagle3(Random(2), 80, prefix="midlayer.", own_embeddings=False)
     config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
     if method == "eagle":
         draw = Random(1)
@@ -196,8 +209,7 @@ async def test_a_last_stage_says_what_a_head_lacks(
     plugins.add_plugin(Ranks(), Provenance("tests", "0", "rank_threads"))
     speculative = {"method": method, "model": str(head), "num_speculative_tokens": 2}
     options: dict[str, Any] = {"executor": "rank_threads", "pipeline_parallel_size": 2}
-    reason = "inputs of layers that other" if method == "eagle3" else "last stage has no embeddings"
-    with pytest.raises(JackfieldError, match=reason):
+    with pytest.raises(JackfieldError, match="last stage has no embeddings"):
         await serve(config_of(target, speculative_config=speculative, **options), [], plugins)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from draft_heads import Random, Tensors, write
@@ -122,3 +123,33 @@ async def test_mlp_speculator(tied: bool, scaled: bool, target: Path, tmp_path: 
     )
     with pytest.raises(ConfigError, match=f"has {count} MLPs"):
         await serve(config_, requests(1))
+
+
+async def test_heads_without_a_cache_go_with_kv_compression(target: Path, tmp_path: Path) -> None:
+    """They read states of positions, which stay as they are when tokens leave the cache."""
+    draw, count = Random(6), 3
+    tensors: Tensors = {
+        f"blocks.{h}.layers.0.weight": 0.01 * draw.matrix(SIZE, SIZE) for h in range(count)
+    }
+    tensors |= {f"lm_heads.{h}.weight": draw.matrix(VOCAB, SIZE) for h in range(count)}
+    config = {
+        "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": SIZE,
+        "num_heads": count, "num_hidden_layers": 1, "vocab_size": VOCAB,
+    }  # fmt: skip
+    head = write(tmp_path / "head", tensors, config)
+    options: dict[str, Any] = {
+        "kv_compression": "snap_kv", "kv_compression_budget": 16, "kv_compression_interval": 6,
+        "enable_prefix_caching": False,
+    }  # fmt: skip
+    asked, few = requests(), [11, 40, 63]
+    asked = [
+        (prompt, msgspec.structs.replace(params, allowed_token_ids=few)) for prompt, params in asked
+    ]
+    speculative = {"method": "medusa", "model": str(head), "adaptive_width": False}
+    plain, before = await serve(config_of(target, **options), asked)
+    drafted, after = await serve(
+        config_of(target, speculative_config=speculative, **options), asked
+    )
+    assert drafted == plain
+    assert after.spec_decode_num_accepted_tokens > 0
+    assert before.kv_compactions > 0 and after.kv_compactions > 0
