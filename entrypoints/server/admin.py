@@ -14,6 +14,7 @@ from ..flags.secrets import without_secrets
 from ..http.auth.tenants import check_manages_engine
 from ..http.context import ENGINE, OPTIONS, reply
 from ..http.routing import add_routes, route
+from ..openai.common.openapi import documented
 from .adapter_routes import add_adapter_routes
 from .live.routes import add_live_routes
 
@@ -35,9 +36,12 @@ def add_admin_routes(app: web.Application) -> None:
 
 
 @route("POST /reset_prefix_cache")
+@documented("admin", response=dict[str, bool], errors=(409,))
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """POST /reset_prefix_cache: clear the prefix cache. 409 while requests run, unless
-    `?reset_running_requests=true` lets them be computed again."""
+    """POST /reset_prefix_cache: forget cached prefixes.
+
+    409 while requests run, unless `?reset_running_requests=true` lets them be computed again.
+    """
     again = request.query.get("reset_running_requests", "").lower() in ("true", "1")
     if again:
         check_manages_engine(request)
@@ -46,76 +50,33 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     return reply({"success": True})
 
 
-reset_prefix_cache.openapi = {  # type: ignore[attr-defined]
-    "tags": ["admin"],
-    "summary": "Forget cached prefixes",
-    "responses": {"200": {"description": "Done"}, "409": {"description": "Requests run"}},
-}
-
-
 @route("POST /compact_kv_cache")
+@documented("admin", response=dict[str, int], errors=(400,))
 async def compact_kv_cache(request: web.Request) -> web.Response:
-    """POST /compact_kv_cache: compact running requests' caches with their next steps, where blocks
-    come back. 400 without kv_compression.
+    """POST /compact_kv_cache: compact the caches of running requests with their next steps.
+
+    Those where blocks come back; `requests` is their number. 400 without kv_compression.
     """
     return reply({"requests": await request.app[ENGINE].compact_kv_cache()})
 
 
-compact_kv_cache.openapi = {  # type: ignore[attr-defined]
-    "tags": ["admin"],
-    "summary": "Compact the caches of running requests now",
-    "responses": {
-        "200": {
-            "description": "How many caches are compacted with their next steps",
-            "content": {
-                "application/json": {
-                    "schema": {
-                        "type": "object",
-                        "properties": {"requests": {"type": "integer"}},
-                        "required": ["requests"],
-                    }
-                }
-            },
-        },
-        "400": {"description": "No KV compression"},
-    },
-}
-
-
 @route("POST /start_profile")
+@documented("admin", errors=(400,))
 async def start_profile(request: web.Request) -> web.Response:
     """POST /start_profile: trace the step loop, the worker and the device."""
     await request.app[ENGINE].start_profile()
     return web.Response()
 
 
-start_profile.openapi = {  # type: ignore[attr-defined]
-    "tags": ["admin"],
-    "summary": "Begin a profile, if the server has a folder for traces",
-    "responses": {"200": {"description": "Begun"}, "400": {"description": "No folder, or running"}},
-}
-
-
 @route("POST /stop_profile")
+@documented("admin", response=dict[str, Any], errors=(400,))
 async def stop_profile(request: web.Request) -> web.Response:
-    """POST /stop_profile: end a profile, and write its trace."""
+    """POST /stop_profile: end a profile, and name the files that it is in."""
     return reply({"traces": await request.app[ENGINE].stop_profile()})
 
 
-stop_profile.openapi = {  # type: ignore[attr-defined]
-    "tags": ["admin"],
-    "summary": "End a profile, and name the files that it is in",
-    "responses": {
-        "200": {
-            "description": "Done",
-            "content": {"application/json": {"schema": {"type": "object"}}},
-        },
-        "400": {"description": "No profile"},
-    },
-}
-
-
 @route("GET /server_info", allow_head=False)
+@documented("admin", response=dict[str, Any])
 async def server_info(request: web.Request) -> web.Response:
     """GET /server_info: the engine's resolved options, without secrets, and its device."""
     engine = request.app[ENGINE]
@@ -157,15 +118,3 @@ def _as_vllm(engine: AsyncEngine) -> dict[str, Any]:
         ),
         "weight_transfer_config": {"backend": "nccl" if device.startswith("cuda") else "gloo"},
     }
-
-
-server_info.openapi = {  # type: ignore[attr-defined]
-    "tags": ["admin"],
-    "summary": "The engine's resolved options, and what it runs on",
-    "responses": {
-        "200": {
-            "description": "Done",
-            "content": {"application/json": {"schema": {"type": "object"}}},
-        }
-    },
-}
