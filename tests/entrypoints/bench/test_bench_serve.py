@@ -229,6 +229,15 @@ def test_bad_flags_are_refused_by_name(
     assert output in capsys.readouterr().err
 
 
+def test_options_of_vllms_benchmark_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    args, _ = parse(["--backend", "openai-chat", "--dataset-name", "random"])
+    assert args.endpoint == "/v1/chat/completions"
+    assert parse(["--backend", "vllm"])[0].endpoint == "/v1/completions"
+    with pytest.raises(SystemExit):
+        parse(["--dataset-name", "sharegpt"])
+    assert "--dataset-name: there is no sharegpt here" in capsys.readouterr().err
+
+
 def test_flags_mean_what_they_mean_to_vllm() -> None:
     args, _ = parse(["--random-input-len", "100", "--random-range-ratio", "0.25", "--num-prompts",
                      "7", "--random-prefix-len", "30", "--random-output-len", "8",
