@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import ipaddress
 import os
 import socket
@@ -249,16 +248,22 @@ def _data(url: str, field: str, modality: str) -> bytes:
     if len(text) > MAX_BYTES // 3 * 4 + 4:
         raise _too_long(field)
     try:
-        pieces = [
-            base64.b64decode(text[start : start + _TEXT], validate=True)
-            for start in range(0, len(text), _TEXT)
-        ]
-    except (binascii.Error, ValueError):
+        return _bounded(decode_base64(text), field)
+    except ValueError:
         raise InvalidRequest(f"{field}: is not base64", param=field) from None
+
+
+def decode_base64(text: str) -> bytes:
+    """Return the bytes of a text, however long, and let other threads run meanwhile. Raises
+    ValueError."""
+    pieces = [
+        base64.b64decode(text[start : start + _TEXT], validate=True)
+        for start in range(0, len(text), _TEXT)
+    ]
     # A piece that ends with padding must be the last.
     if any(len(piece) < _TEXT // 4 * 3 for piece in pieces[:-1]):
-        raise InvalidRequest(f"{field}: is not base64", param=field)
-    return _bounded(b"".join(pieces), field)
+        raise ValueError("padding within the text")
+    return b"".join(pieces)
 
 
 def _bounded(data: B, field: str) -> B:

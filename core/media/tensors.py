@@ -4,8 +4,6 @@ unpickling.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import io
 import zipfile
@@ -16,6 +14,7 @@ import torch
 
 from ..errors import InvalidRequest
 from ..parts.media import ROWS, MediaContent, MediaTensor
+from .fetch import decode_base64
 
 MAX_DESCRIPTION_BYTES = 1 << 16
 """Of what a file says of its one tensor."""
@@ -25,16 +24,20 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def read_tensor(value: Any, field: str) -> torch.Tensor:
     """Return a dense tensor in the host's memory: a tensor, an array, or a file of one that
-    torch.save, numpy.save or safetensors wrote, as bytes or base64. It may be a view of fewer
-    numbers than its shape says: check that before it is copied. Raises InvalidRequest."""
+    torch.save, numpy.save or safetensors wrote, as bytes or base64. A caller's own tensor may be a
+    view of fewer numbers than its shape says. Raises InvalidRequest."""
+    num_bytes: int | None = None
     if isinstance(value, np.ndarray):
         tensor = _of_array(value, field)
     elif isinstance(value, torch.Tensor):
         tensor = value
     else:
-        tensor = _of_file(_bytes_of(value, field), field)
+        data = _bytes_of(value, field)
+        tensor, num_bytes = _of_file(data, field), len(data)
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
         raise refused(field, "must be a dense tensor of the host's memory")
+    if num_bytes is not None and tensor.nbytes > num_bytes:  # Copied, it would be larger.
+        raise refused(field, "must have all of its numbers in the file")
     return tensor.detach()
 
 
@@ -95,8 +98,8 @@ def refused(field: str, reason: str) -> InvalidRequest:
 def _bytes_of(value: Any, field: str) -> bytes:
     if isinstance(value, str):
         try:
-            return base64.b64decode(value, validate=True)
-        except (binascii.Error, ValueError):
+            return decode_base64(value)
+        except ValueError:
             raise refused(field, "must be base64") from None
     if not isinstance(value, bytes | bytearray | memoryview):
         kind = type(value).__name__

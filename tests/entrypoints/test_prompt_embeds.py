@@ -18,7 +18,7 @@ import transformers
 from serving import MODEL, Server, engine_config, running, save_random
 
 from jackfield import AsyncEngine, SamplingParams
-from jackfield.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
+from jackfield.core.errors import ConfigError, InvalidRequest
 from jackfield.core.media.prompt_embeds import embeds_items
 from jackfield.entrypoints.http.options import ServerOptions
 
@@ -176,11 +176,12 @@ def test_what_is_no_table_of_embeddings_is_refused(
     assert "called" not in capsys.readouterr().out
 
 
-def test_a_small_file_of_many_rows_is_refused_before_it_is_written_out() -> None:
-    """Of one stored row that stands for a billion."""
-    value = saved(torch.zeros(1, SIZE).expand(1 << 30, SIZE))
+@pytest.mark.parametrize("rows", [50, 1 << 30])
+def test_a_small_file_of_many_rows_is_refused_before_it_is_written_out(rows: int) -> None:
+    """Of one stored row that stands for many, also for fewer than a prompt may have."""
+    value = saved(torch.zeros(1, SIZE).expand(rows, SIZE))
     assert len(value) < 1 << 12
-    with pytest.raises(ContextLengthExceeded) as refused:
+    with pytest.raises(InvalidRequest, match="in the file") as refused:
         embeds_items(value, SIZE, 100)
     assert refused.value.param == "prompt_embeds"
 
