@@ -340,9 +340,10 @@ class PersistentBatch:
         positions = inputs.positions
         if self.table.dropped is None:
             return positions
+        if len(inputs.seq_lens) == len(positions) and isinstance(inputs, DecodeTensors):
+            # One token a row, the last of its cache: one launch.
+            return torch.sub(inputs.seq_lens, 1, out=torch.empty_like(positions))
         dropped = inputs.lengths - inputs.seq_lens
-        if len(dropped) == len(positions) and isinstance(inputs, DecodeTensors):
-            return positions - dropped
         tokens = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
         rows = torch.searchsorted(query_start[1:].contiguous(), tokens, right=True)
         return positions - dropped[rows.clamp_(max=len(dropped) - 1)]

@@ -245,7 +245,9 @@ def level_formats(
                 f"{reach.most_tokens} or later"
             )
     if odd := [width for width in widths if width % 8]:
-        raise refuse(f"a head has {odd[0]} channels, which is not a multiple of 8")
+        raise refuse(
+            f"a head, or a group of a latent's channels, has {odd[0]}, which is not a multiple of 8"
+        )
     formats = []
     for level in levels:
         sizes = [level_format(level.bits, block_size, own, dtype.itemsize).tokens for own in widths]

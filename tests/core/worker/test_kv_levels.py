@@ -18,6 +18,7 @@ from jackfield.core.errors import ConfigError, InvalidRequest
 from jackfield.core.hooks import hookimpl
 from jackfield.core.protocols import AttentionSpec, KVCompressor
 from jackfield.core.registry import load_plugins
+from jackfield.plugins.attention import triton
 from jackfield.plugins.kv_compressors.by_keys import KeyNorm
 
 from helpers import (
@@ -230,9 +231,16 @@ def twin_tokens(
 )  # fmt: skip
 async def test_tokens_are_those_of_a_cache_that_is_rounded_and_cut_by_hand(
     folder: Path, backend: str, text: str, levels: Any, policy: str | None, count: int,
-    prompt_interval: int,
+    prompt_interval: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """With a prompt in chunks, beside a request without levels."""
+    """With a prompt in chunks, beside a request without levels. Decode steps are fused."""
+    fused: list[Any] = []
+    if backend == "triton":
+        decode = triton.fused_decode_attention
+        monkeypatch.setattr(
+            triton, "fused_decode_attention",
+            lambda *own, **more: fused.append(more["levels"]) or decode(*own, **more),
+        )  # fmt: skip
     tokens, interval = prompt(101), 16
     expected, gained = twin_tokens(
         folder, tokens, count, levels, KeyNorm() if policy else None, interval, prompt_interval
@@ -247,6 +255,7 @@ async def test_tokens_are_those_of_a_cache_that_is_rounded_and_cut_by_hand(
     assert results[1] == expected
     assert results[0] == greedy_reference(reference_model(folder), prompt(7, 1), count)[0][:count]
     assert stats.kv_blocks_returned == gained > 0
+    assert (None not in fused and len(fused) > 0) is (backend == "triton")
 
 
 async def test_more_requests_run_at_once_in_the_same_bytes(folder: Path) -> None:
