@@ -74,6 +74,10 @@ def one_token_less(self: Any, layout: Any) -> LatentMetadata:
     return LatentMetadata(replace(layout, seq_lens=torch.tensor(fewer)), sound.starts, fewer)
 
 
+def without_levels(self: Any, layout: Any) -> LatentMetadata:
+    return Sound.build_metadata(self, replace(layout, levels=None))
+
+
 def host_bounds(self: Any, layout: Any) -> LatentMetadata:
     lengths = np.asarray(layout.seq_lens_cpu).tolist()
     return LatentMetadata(layout, layout.query_start.tolist(), lengths)
@@ -124,7 +128,8 @@ GRAPH, MIXED = (
 )  # fmt: skip
 REFUSALS, UNKNOWN = "test_refusals_are_stated", "test_what_it_does_not_know_of_is_refused"
 CHOSEN = "test_chosen_tokens_alone_are_read"
-WRONG = (EXPANDED, SHAPES, LONG, LARGE, MANY, BOUNDED, GRAPH, MIXED)
+LEVELS = "test_tokens_in_levels"
+WRONG = (EXPANDED, SHAPES, LONG, LARGE, MANY, BOUNDED, GRAPH, MIXED, LEVELS)
 MUTANTS: dict[str, Mutant] = {
     "another scale": Mutant(with_arguments(another_scale), (*WRONG, CHOSEN)),
     "the shared part of keys is left out": Mutant(with_arguments(no_shared_key), (*WRONG, CHOSEN)),
@@ -132,17 +137,18 @@ MUTANTS: dict[str, Mutant] = {
     "keys and values of one head": Mutant(with_arguments(one_head), (*WRONG, CHOSEN)),
     "queries are rounded": Mutant(with_arguments(narrow), (*WRONG, CHOSEN)),
     "a token less": Mutant(planted(build_metadata=one_token_less), WRONG),
+    "levels are tokens as computed": Mutant(planted(build_metadata=without_levels), (LEVELS,)),
     "believes the host's lengths": Mutant(planted(build_metadata=host_bounds), (BOUNDED, MIXED)),
     "believes the host's rows": Mutant(planted(build_metadata=host_starts), (MIXED,)),
     "the first step's metadata": Mutant(
         planted(build_metadata=keeps_the_first_metadata), (MANY, WARM, GRAPH)
     ),
-    "float32 for bfloat16": Mutant(planted(forward=wide), (EXPANDED, LONG, MIXED, CHOSEN)),
+    "float32 for bfloat16": Mutant(planted(forward=wide), (EXPANDED, LONG, MIXED, CHOSEN, LEVELS)),
     "all tokens are read": Mutant(planted(forward=reads_all), (CHOSEN,)),
     "a chosen token less": Mutant(planted(forward=reads_too_few), (CHOSEN,)),
     "another block is written": Mutant(
         planted(forward=writes_its_neighbour),
-        (EXPANDED, SHAPES, LONG, MANY, BOUNDED, GRAPH, MIXED),
+        (EXPANDED, SHAPES, LONG, MANY, BOUNDED, GRAPH, MIXED, LEVELS),
     ),
     "dtypes that are no floats": Mutant(
         planted(supports=classmethod(serves_anything)), (REFUSALS,)
