@@ -220,8 +220,9 @@ class RequestEntry:
         envelope = self._open(envelope)
         field, sources = "prompt", list[MediaSource]()
         if isinstance(prompt, Mapping) and "messages" in prompt:
-            field, options = "messages", dict(prompt.get("options") or {})
-            messages, sources = self._split(prompt[field], options.get("mm_processor_kwargs"))
+            conversation: Any = prompt
+            field, options = "messages", dict(conversation.get("options") or {})
+            messages, sources = self._split(conversation[field], options.get("mm_processor_kwargs"))
             longest = self.core.model_config.max_model_len
             limit = TokenLimit(tokens=longest, context=longest, param=field)
             prompt = await self.texts.tokenize_chat(messages, limit, **options)
