@@ -107,7 +107,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "MixedRows", "QueryPlaces", "SourceContext", "Taps",
         ),
         "jackfield.core.nn.embedding": ("Embedding",),
-        "jackfield.core.nn.media": ("MediaContext",),
+        "jackfield.core.nn.input_embeds": ("InputEmbedsContext",),
         "jackfield.core.nn.spans": ("Span",),
         "jackfield.core.parts.media": ("PlacedItem",),
         "jackfield.core.parts.routed_experts": ("RoutedShape",),

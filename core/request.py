@@ -15,7 +15,7 @@ import numpy as np
 
 from .lora_request import AdapterRef
 from .outputs import DraftUsage, FinishReason, KVCompressionUsage
-from .parts import encoder_decoder, media, speculation
+from .parts import encoder_decoder, input_embeds, media, speculation
 from .parts.encoder_decoder import Source
 from .pooling_params import PooledRow, PoolingParams
 from .sampling_params import SamplingParams
@@ -304,7 +304,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
             extra = (*extra, self.source.digest)
             parts[encoder_decoder.NAME] = self.source
         if self.media:
-            parts[media.NAME] = media.RequestMedia(self.media)
+            parts[input_embeds.NAME] = input_embeds.RequestItems(self.media)
         if self.prediction_token_ids:
             parts[speculation.NAME] = tuple(self.prediction_token_ids)
         name, count = new_scheduler_id(), self.params.n

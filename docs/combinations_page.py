@@ -9,9 +9,9 @@ from markdown_table import table
 from jackfield.core.parts import (
     adapters,
     encoder_decoder,
+    input_embeds,
     kv_compression,
     kv_transfer,
-    media,
     speculation,
     states,
 )
@@ -37,7 +37,7 @@ CAPABILITIES = {
     kv_transfer.NAME: "KV connectors",
     states.NAME: "models with states",
     encoder_decoder.NAME: "encoder-decoder models",
-    media.NAME: "pictures",
+    input_embeds.NAME: "pictures",
     adapters.NAME: "adapters",
     RECORDING: "recorded plans",
     CALCULATED_SCALES: "calculated KV scales",

@@ -25,7 +25,7 @@ from ..outputs import (
     RequestTimings,
     WeightSpan,
 )
-from ..parts import encoder_decoder, media
+from ..parts import encoder_decoder, input_embeds
 from ..parts.encoder_decoder import Source
 from ..request import Request, Update
 from ..sampling_params import OutputKind
@@ -288,7 +288,7 @@ class RequestState:
             outputs=outputs,
             finished=num_ended == len(self.completions),
             num_cached_tokens=request.num_cached_tokens,
-            media_tokens=media.tokens_by_modality(request.parts.get(media.NAME)),
+            media_tokens=input_embeds.tokens_by_modality(request.parts.get(input_embeds.NAME)),
             timings=self.timings,
             error=self.error or next((c.failure for c in self.completions if c.failure), None),
             error_param=self.error_param,

@@ -25,8 +25,7 @@ from ..loading.model_config import (
     resolve_model_config,
 )
 from ..loading.resolve_pooling import resolve_pooling
-from ..parts import encoder_decoder
-from ..parts import media as media_part
+from ..parts import encoder_decoder, input_embeds
 from ..parts.exclusions import check_exclusions
 from ..protocols.executors import ExecutorInfo
 from ..protocols.kv import check_serves_ranks
@@ -262,7 +261,7 @@ def resolve_media(
         refusal = media.refusal(setup)
     if refusal is not None:
         return text_alone(refusal)
-    check_exclusions([*active_capabilities(config), media_part.NAME])
+    check_exclusions([*active_capabilities(config), input_embeds.NAME])
     with registry.calling(architecture, "spans"):
         spans = media.spans(setup)
     speech = None

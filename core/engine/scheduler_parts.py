@@ -10,8 +10,8 @@ from ..loading.model_config import MediaConfig
 from ..parts import (
     adapters,
     encoder_decoder,
+    input_embeds,
     kv_compression,
-    media,
     routed_experts,
     speculation,
 )
@@ -25,9 +25,9 @@ from ..scheduling.parts.adapters import Adapters
 from ..scheduling.parts.draft_widths import DraftWidths
 from ..scheduling.parts.encoder_decoder import EncoderDecoder
 from ..scheduling.parts.guarded_connector import GuardedConnector
+from ..scheduling.parts.input_embeds import InputEmbeds
 from ..scheduling.parts.kv_compression import CompressionRule, KVCompression
 from ..scheduling.parts.kv_transfer import KVTransfer
-from ..scheduling.parts.media import Media
 from ..scheduling.parts.part import PartMaker, PartServices, SchedulerPart
 from ..scheduling.parts.pipeline import Pipeline
 from ..scheduling.parts.routed_experts import RoutedExperts
@@ -84,16 +84,16 @@ def scheduler_parts(
     if encoder_decoder.NAME in info.parts:
         parts.append(EncoderDecoder.maker(max_model_len))
     if media_config is not None or config.enable_prompt_embeds:
-        if media.NAME not in info.parts:
+        if input_embeds.NAME not in info.parts:
             raise ConfigError(
-                f"executor: {config.executor!r} encodes no media; serve text alone with "
-                "language_model_only, and without enable_prompt_embeds",
+                f"executor: {config.executor!r} takes no rows in the place of embeddings; serve "
+                "text alone with language_model_only, and without enable_prompt_embeds",
                 param="executor",
             )
         assert config.max_num_batched_tokens is not None
         spans = None if media_config is None else media_config.spans
         parts.append(
-            Media.maker(
+            InputEmbeds.maker(
                 config.max_num_batched_tokens,
                 whole_items=spans is not None,
                 whole_prompts=spans is Spans.PROMPT,

@@ -180,10 +180,10 @@ class Attention(nn.Module):
         learned_arguments = {name: values for name, values in learned.items() if values is not None}
         out = backend.forward(self.spec, query, key, value, kv_cache, metadata, **learned_arguments)
         if spans := context.spans(self.spec):
-            media = context.media
-            assert media is not None, "it has spans"
+            embeds = context.input_embeds
+            assert embeds is not None, "it has spans"
             attend_in_spans(
-                spans, self.spec, query, kv_cache, layout.block_table, media.block_size, out
+                spans, self.spec, query, kv_cache, layout.block_table, embeds.block_size, out
             )
         return out.reshape(out.shape[0], -1)
 

@@ -14,9 +14,9 @@ from ..cache.level_options import LevelFormat
 from ..parallel.expert_share import ExpertShare
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import even_slice
-from ..parts import encoder_decoder, kv_compression, media, speculation
+from ..parts import encoder_decoder, input_embeds, kv_compression, speculation
 from ..protocols.attention import AttentionBackend, AttentionSpec, PagedBackend
-from .media import MediaContext
+from .input_embeds import InputEmbedsContext
 from .operations import Operations
 from .ragged import RaggedRows
 from .spans import Span
@@ -303,17 +303,17 @@ class ForwardContext:
         return self.parts.get(encoder_decoder.NAME)
 
     @property
-    def media(self) -> MediaContext | None:
-        """Set for a model whose prompts may have media."""
-        return self.parts.get(media.NAME)
+    def input_embeds(self) -> InputEmbedsContext | None:
+        """Set for a step with tokens that rows stand for, or that turn by other positions."""
+        return self.parts.get(input_embeds.NAME)
 
     def spans(self, spec: AttentionSpec) -> Sequence[Span]:
         """Return the step's tokens that see each other in both directions in such a layer."""
-        return () if self.media is None else self.media.spans_of(spec)
+        return () if self.input_embeds is None else self.input_embeds.spans_of(spec)
 
     def rotation(self, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
         """Return by which positions heads turn, [num_tokens], and the table that they index."""
-        rope = None if self.media is None else self.media.rope
+        rope = None if self.input_embeds is None else self.input_embeds.rope
         if rope is None:
             return self.positions, rotary.cos_sin
         key = f"rotation {id(rotary)}"

@@ -9,9 +9,9 @@ from ..errors import ConfigError
 from . import (
     adapters,
     encoder_decoder,
+    input_embeds,
     kv_compression,
     kv_transfer,
-    media,
     routed_experts,
     speculation,
     states,
@@ -45,7 +45,7 @@ OPTIONS: Mapping[str, str] = {
 MODELS: Mapping[str, str] = {
     states.NAME: "keeps states of sequences",
     encoder_decoder.NAME: "has an encoder",
-    media.NAME: "reads pictures",
+    input_embeds.NAME: "reads pictures",
 }
 """Capability of a model → what the model does."""
 EXCLUDES: Mapping[str, Mapping[str, str]] = {
@@ -64,7 +64,7 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         PIPELINE: "its layers are not divided among stages yet",
         EXPERT_BALANCE: "it has no experts",
     },
-    media.NAME: {
+    input_embeds.NAME: {
         RECORDING: "a recording has no pictures, so it could not be replayed; language_model_only "
         "serves text alone",
     },
@@ -89,8 +89,8 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         adapters.NAME: "products with adapters do not have one order of sums yet",
         states.NAME: "states are computed in another order where a prompt is in chunks",
         encoder_decoder.NAME: "sources that are encoded together share products",
-        media.NAME: "pictures that are encoded together share products; language_model_only serves "
-        "text alone",
+        input_embeds.NAME: "pictures that are encoded together share products; "
+        "language_model_only serves text alone",
         TENSOR_PARALLEL: "sums over ranks do not have one order",
         CALCULATED_SCALES: "the first step decides the scales",
         KV_LEVELS: "which tokens move together, and what is added up first, depends on the step",

@@ -1,4 +1,4 @@
-"""Media: items in prompts, what stands for them there, and which are encoded with a plan."""
+"""Items of prompts: pictures, recordings, videos and embeddings, and what stands for them there."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..step import PartPlan
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-NAME = "media"
 ROWS = "rows"
 """Name of the tensor of an item that is given as the rows that an encoder would return."""
 
@@ -71,13 +68,6 @@ class MediaItem(msgspec.Struct, frozen=True, eq=False):
         return self.start + len(self.content.token_ids)
 
 
-class RequestMedia(msgspec.Struct, frozen=True, eq=False):
-    """A request's items in the order of the prompt (`Request.parts`); `Request.late_extra` has
-    their digests."""
-
-    items: Sequence[MediaItem]
-
-
 class PlacedItem(msgspec.Struct, frozen=True, gc=False):
     """Where an item stands in the prompt of a slot's request."""
 
@@ -91,41 +81,6 @@ class PlacedItem(msgspec.Struct, frozen=True, gc=False):
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
-
-
-class SlotMedia(msgspec.Struct, frozen=True, gc=False):
-    """The items of a request that takes a slot, in order."""
-
-    items: tuple[PlacedItem, ...]
-    prompt_span: int = 0
-    """Tokens of the prompt, if they see each other in both directions."""
-
-
-class EncodeMedia(msgspec.Struct, frozen=True, gc=False):
-    """An item to encode before any row of the plan."""
-
-    digest: str
-    num_rows: int
-    tensors: dict[str, MediaTensor]
-
-
-class MediaPlan(PartPlan, frozen=True):
-    """What is encoded with a plan, and which outputs are kept no longer."""
-
-    encode: tuple[EncodeMedia, ...] = ()
-    drop: tuple[str, ...] = ()
-    """Digests of outputs; before `encode`."""
-    drop_all: bool = False
-    """An earlier plan failed, so that what it should have encoded is not known to be there."""
-
-
-def tokens_by_modality(media: RequestMedia | None) -> dict[str, int]:
-    """Return how many tokens of a prompt stand for items, by modality."""
-    counts: dict[str, int] = {}
-    for item in () if media is None else media.items:
-        modality = item.content.modality
-        counts[modality] = counts.get(modality, 0) + len(item.content.token_ids)
-    return counts
 
 
 def prompt_extra(token_ids: Sequence[int], items: Sequence[MediaItem]) -> tuple[int, str]:

@@ -11,9 +11,9 @@ from ..step import StepPlan, StepResult
 from . import (
     adapters,
     encoder_decoder,
+    input_embeds,
     kv_compression,
     kv_transfer,
-    media,
     routed_experts,
     speculation,
     states,
@@ -40,7 +40,7 @@ BUILTIN: dict[str, SentTypes] = {
         plan=kv_compression.CompactionPlan, result=kv_compression.CompactionResult
     ),
     kv_transfer.NAME: SentTypes(plan=kv_transfer.TransferPlan, result=kv_transfer.TransferResult),
-    media.NAME: SentTypes(plan=media.MediaPlan, start=media.SlotMedia),
+    input_embeds.NAME: SentTypes(plan=input_embeds.InputEmbedsPlan, start=input_embeds.SlotItems),
     routed_experts.NAME: SentTypes(result=routed_experts.RoutedTokens),
     speculation.NAME: SentTypes(
         plan=speculation.DraftPlan, result=speculation.DraftResult, start=speculation.DraftStart

@@ -120,9 +120,9 @@ class Decoder(nn.Module):
         hidden = context.incoming
         if hidden is None:
             hidden = self.embed(input_ids, context.positions)
-            if context.media is not None:
-                hidden = context.media.embedded(hidden)
-        media = context.media
+            if context.input_embeds is not None:
+                hidden = context.input_embeds.embedded(hidden)
+        embeds = context.input_embeds
         layers = self.stage_layers()
         last = layers.pop() if self.unfinished else None
         taps = None if context.precompiling else context.taps
@@ -133,8 +133,8 @@ class Decoder(nn.Module):
             if taps is not None:
                 taps.keep(number, hidden)
             hidden = layer(hidden, rotary, context)
-            if media is not None:
-                hidden = media.after_layer(number, hidden)
+            if embeds is not None:
+                hidden = embeds.after_layer(number, hidden)
         if taps is not None:
             taps.keep(first + len(layers), hidden)
         if last is None:

@@ -274,13 +274,13 @@ class Gemma4Decoder(GemmaDecoder):
         """
         incoming, inputs = context.incoming, None
         if incoming is None:
-            media = context.media
-            if media is not None:
+            embeds = context.input_embeds
+            if embeds is not None:
                 # A layer's input for a token of an item is that of the padding token.
-                input_ids = media.identified(input_ids, self.padding_id)
+                input_ids = embeds.identified(input_ids, self.padding_id)
             hidden = self.embed(input_ids, context.positions)
-            if media is not None:
-                hidden = media.embedded(hidden)
+            if embeds is not None:
+                hidden = embeds.embedded(hidden)
             if self.input_size:
                 inputs = self.per_layer_inputs(input_ids, hidden)
             return self.enter(hidden), inputs

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ...config.compatibility import active_capabilities
-from ...parts import encoder_decoder, kv_compression, media, speculation, states
+from ...parts import encoder_decoder, input_embeds, kv_compression, speculation, states
 from ...parts.exclusions import KV_LEVELS, check_exclusions
 from ...protocols.attention import PagedBackend
 from ...registration.step_parts import KIND, active_parts, excluded_by
 from ..parts.adapters import AdaptersStart
 from ..parts.encoder_decoder import EncoderDecoderStart, source_attention
+from ..parts.input_embeds import InputEmbedsStart
 from ..parts.kv_compression import KVCompressionStart, level_refusal
 from ..parts.kv_compression import backend_refusal as compression_refusal
 from ..parts.kv_transfer import KVTransferStart
-from ..parts.media import MediaStart
 from ..parts.part import PartStart, StartContext
 from ..parts.pipeline import PipelineStart
 from ..parts.routed_experts import RoutedExpertsStart
@@ -38,7 +38,7 @@ def start_parts(start: StartContext, notify: Callable[[], None]) -> list[PartSta
     brought = {
         states.NAME: bool(state_layers(start.model)),
         encoder_decoder.NAME: bool(source_attention(start.model)),
-        media.NAME: start.model_config.media is not None or config.enable_prompt_embeds,
+        input_embeds.NAME: start.model_config.media is not None or config.enable_prompt_embeds,
     }
     by_model = [name for name, has in brought.items() if has]
     check_exclusions([*active_capabilities(config), *by_model], excluded_by(start.plugins, config))
@@ -51,8 +51,8 @@ def start_parts(start: StartContext, notify: Callable[[], None]) -> list[PartSta
         parts.append(KVCompressionStart(start))
     if brought[encoder_decoder.NAME]:
         parts.append(EncoderDecoderStart(start))
-    if brought[media.NAME]:
-        parts.append(MediaStart(start))
+    if brought[input_embeds.NAME]:
+        parts.append(InputEmbedsStart(start))
     if config.speculative_config is not None:
         parts.append(SpeculationStart(start))
     if config.enable_return_routed_experts:

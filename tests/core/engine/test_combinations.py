@@ -20,9 +20,9 @@ from jackfield.core.errors import ConfigError
 from jackfield.core.parts import (
     adapters,
     encoder_decoder,
+    input_embeds,
     kv_compression,
     kv_transfer,
-    media,
     routed_experts,
     speculation,
     states,
@@ -57,7 +57,7 @@ HERE: dict[str, dict[str, Any]] = {
     adapters.NAME: {"enable_lora": True, "max_lora_rank": 4},
     states.NAME: {},
     encoder_decoder.NAME: {},
-    media.NAME: {},
+    input_embeds.NAME: {},
     routed_experts.NAME: {"enable_return_routed_experts": True},
     RECORDING: {"record_steps": "plans"},
     CALCULATED_SCALES: {"calculate_kv_scales": True, "kv_cache_dtype": "fp8"},
@@ -128,9 +128,9 @@ SEEING: dict[str, Any] = {
 # Both need a mixture.
 CONFIGS[routed_experts.NAME] = CONFIGS[EXPERT_BALANCE]
 CONFIGS[f"{states.NAME}-{routed_experts.NAME}"] = CONFIGS[f"{states.NAME}-{EXPERT_BALANCE}"]
-CONFIGS[media.NAME] = {**SEEING, "text_config": CONFIGS["plain"]}
+CONFIGS[input_embeds.NAME] = {**SEEING, "text_config": CONFIGS["plain"]}
 for _name in (EXPERT_BALANCE, routed_experts.NAME):
-    CONFIGS[f"{media.NAME}-{_name}"] = {**SEEING, "text_config": CONFIGS[EXPERT_BALANCE]}
+    CONFIGS[f"{input_embeds.NAME}-{_name}"] = {**SEEING, "text_config": CONFIGS[EXPERT_BALANCE]}
 
 
 def pairs(*, processes: bool, allowed: bool) -> list[tuple[str, str]]:

@@ -14,9 +14,9 @@ from jackfield.core.scheduling.parts.adapters import Adapters
 from jackfield.core.scheduling.parts.draft_widths import DraftWidths
 from jackfield.core.scheduling.parts.encoder_decoder import EncoderDecoder
 from jackfield.core.scheduling.parts.guarded_connector import GuardedConnector
+from jackfield.core.scheduling.parts.input_embeds import InputEmbeds
 from jackfield.core.scheduling.parts.kv_compression import CompressionRule, KVCompression
 from jackfield.core.scheduling.parts.kv_transfer import KVTransfer
-from jackfield.core.scheduling.parts.media import Media
 from jackfield.core.scheduling.parts.part import PartMaker
 from jackfield.core.scheduling.parts.pipeline import Pipeline
 from jackfield.core.scheduling.parts.speculation import Speculation
@@ -59,7 +59,7 @@ def parts_for(
     if max_source_tokens:
         parts.append(EncoderDecoder.maker(max_source_tokens))
     if media is not None:
-        parts.append(Media.maker(*media))
+        parts.append(InputEmbeds.maker(*media))
     return parts
 
 

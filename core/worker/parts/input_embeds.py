@@ -13,17 +13,10 @@ import torch
 from ...config import EngineConfig
 from ...errors import ConfigError
 from ...media.largest import largest_items
-from ...nn.media import MediaContext, MediaRows, RopePositions
+from ...nn.input_embeds import EmbeddedRows, InputEmbedsContext, RopePositions
 from ...nn.spans import Span
-from ...parts.media import (
-    NAME,
-    ROWS,
-    EncodeMedia,
-    MediaPlan,
-    MediaTensor,
-    PlacedItem,
-    SlotMedia,
-)
+from ...parts.input_embeds import NAME, InputEmbedsPlan, ItemToEncode, SlotItems
+from ...parts.media import ROWS, MediaTensor, PlacedItem
 from ...protocols.attention import PagedBackend
 from ...protocols.media import ProcessedMedia, Spans
 from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
@@ -34,8 +27,8 @@ from .part import PartNeeds, PartSite, PartStart, Report, StartContext, WorkerPa
 logger = logging.getLogger("jackfield.worker")
 
 
-class MediaStart(PartStart):
-    """Uses the model's encoder of media."""
+class InputEmbedsStart(PartStart):
+    """Uses the model's encoder of media, if it has one."""
 
     option = "limit_mm_per_prompt"
 
@@ -54,12 +47,12 @@ class MediaStart(PartStart):
             refuses=None if self._spans is None else _span_refusal,
         )
 
-    def make(self, site: PartSite) -> Media:
+    def make(self, site: PartSite) -> InputEmbeds:
         return self.make_pooling(site.batch)
 
-    def make_pooling(self, batch: PersistentBatch) -> Media:
+    def make_pooling(self, batch: PersistentBatch) -> InputEmbeds:
         config = self._start.model_config
-        return Media(
+        return InputEmbeds(
             self._encoder, batch, config.hidden_size, config.dtype,
             spans=self._spans, budget=self._budget, largest=self._largest,
         )  # fmt: skip
@@ -111,17 +104,17 @@ class NoEncoder:
 class _Slot:
     """Items of a slot's request that its rows have not passed."""
 
-    def __init__(self, media: SlotMedia, computed: int) -> None:
-        self.items = media.items
+    def __init__(self, own: SlotItems, computed: int) -> None:
+        self.items = own.items
         self.computed = computed
         """Tokens of plans so far."""
-        self.prompt_span = media.prompt_span
-        self.end = max(self.prompt_span, *(item.end for item in media.items[-1:]), 0)
+        self.prompt_span = own.prompt_span
+        self.end = max(self.prompt_span, *(item.end for item in own.items[-1:]), 0)
         self.axes: np.ndarray | None = None
         """[3, prompt] positions of a model that rotates by place."""
 
 
-class Media(WorkerPart):
+class InputEmbeds(WorkerPart):
     name = NAME
 
     def __init__(
@@ -150,7 +143,7 @@ class Media(WorkerPart):
         self._slots: dict[int, _Slot] = {}
         self._kind = spans
         self._spans: list[Span] = []
-        self._rows: MediaRows | None = None
+        self._rows: EmbeddedRows | None = None
         self._axes: tuple[torch.Tensor, torch.Tensor] | None = None
         """Tokens of the step, [K], and their positions, [3, K]."""
         self._failed: dict[int, str] = {}
@@ -183,12 +176,12 @@ class Media(WorkerPart):
 
     def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
         self.release(start.slot)
-        media: SlotMedia | None = start.parts.get(NAME)
-        if media is None:
+        own: SlotItems | None = start.parts.get(NAME)
+        if own is None:
             return
-        slot = _Slot(media, start.num_computed_tokens)
+        slot = _Slot(own, start.num_computed_tokens)
         if self._deltas is not None:
-            slot.axes, delta = self._encoder.positions(media.items, start.num_prompt_tokens)
+            slot.axes, delta = self._encoder.positions(own.items, start.num_prompt_tokens)
             if delta:
                 self._deltas[start.slot].fill_(delta)
                 self._turned.add(start.slot)
@@ -206,13 +199,13 @@ class Media(WorkerPart):
 
     def before(self, part: PartPlan | None, plan: StepPlan) -> None:
         self._rows, self._axes, self._failed, self._spans = None, None, {}, []
-        if isinstance(part, MediaPlan):
+        if isinstance(part, InputEmbedsPlan):
             self._encode(part)
         if self._slots and not self._slots.keys().isdisjoint(plan.slots):
             self._place(plan)
         self._turns = self._axes is not None or not self._turned.isdisjoint(plan.slots)
 
-    def _encode(self, plan: MediaPlan) -> None:
+    def _encode(self, plan: InputEmbedsPlan) -> None:
         for digest in tuple(self._outputs) if plan.drop_all else plan.drop:
             self._outputs.pop(digest, None)
             self._failures.pop(digest, None)
@@ -235,7 +228,7 @@ class Media(WorkerPart):
                 logger.exception("an item could not be encoded")
                 self._failures[item.digest] = f"{type(error).__name__}: {error}"
 
-    def _encoded(self, items: Sequence[EncodeMedia]) -> list[torch.Tensor]:
+    def _encoded(self, items: Sequence[ItemToEncode]) -> list[torch.Tensor]:
         """Return the rows of items, encoded together but for those that are given as rows."""
         tensors = [self._uploaded(item.tensors) for item in items]
         encoded = iter(())
@@ -289,7 +282,7 @@ class Media(WorkerPart):
             first += count
         if tokens:
             places = torch.from_numpy(np.concatenate(tokens)).to(self._batch.device)
-            self._rows = MediaRows(places, torch.cat(vectors))
+            self._rows = EmbeddedRows(places, torch.cat(vectors))
         if turned:
             moved = torch.from_numpy(np.concatenate(turned)).to(self._batch.device)
             positions = torch.from_numpy(np.concatenate(axes, axis=1)).to(self._batch.device)
@@ -334,7 +327,7 @@ class Media(WorkerPart):
         finally:
             self._records = before
 
-    def context(self, inputs: StepInputs) -> MediaContext | None:
+    def context(self, inputs: StepInputs) -> InputEmbedsContext | None:
         """Return nothing for a launched step of texts alone."""
         rope = None
         if self._deltas is not None and (self._turns or self._records):
@@ -342,7 +335,7 @@ class Media(WorkerPart):
         if rope is None and self._rows is None and not self._spans:
             return None
         windowed = self._kind is Spans.WINDOWED
-        return MediaContext(
+        return InputEmbedsContext(
             self._rows, rope, tuple(self._spans), self._batch.block_size, windowed=windowed
         )
 

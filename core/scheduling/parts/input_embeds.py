@@ -1,4 +1,5 @@
-"""Media: when items of prompts are encoded, and which outputs of the encoder are kept."""
+"""Rows in the place of embeddings: when items of prompts are encoded, and which outputs of the
+encoder are kept."""
 
 from __future__ import annotations
 
@@ -9,22 +10,15 @@ from typing import Any
 import msgspec
 
 from ...cache.kv_manager import PrefixHits
-from ...parts.media import (
-    NAME,
-    EncodeMedia,
-    MediaItem,
-    MediaPlan,
-    PlacedItem,
-    RequestMedia,
-    SlotMedia,
-)
+from ...parts.input_embeds import NAME, InputEmbedsPlan, ItemToEncode, RequestItems, SlotItems
+from ...parts.media import MediaItem, PlacedItem
 from ...request import Request
 from ...step import StepResult
 from ..plan_builder import PlanBuilder
 from .part import PartServices, SchedulerPart
 
 
-class Media(SchedulerPart):
+class InputEmbeds(SchedulerPart):
     """Encodes items with the first plan whose rows reach them.
 
     A plan encodes as many rows as it may have tokens, or one item. Outputs are kept by content
@@ -52,7 +46,7 @@ class Media(SchedulerPart):
         """Digests that rows of the plan that is being made need."""
         self._doubtful: set[str] = set()
         """Digests of requests that failed: not kept once they are not needed."""
-        self._encode: list[EncodeMedia] = []
+        self._encode: list[ItemToEncode] = []
         self._encoded_rows = 0
         self._drop: list[str] = []
         self._drop_all = False
@@ -62,9 +56,9 @@ class Media(SchedulerPart):
     @classmethod
     def maker(
         cls, most_kept: int, whole_items: bool = False, whole_prompts: bool = False
-    ) -> Callable[[PartServices], Media]:
+    ) -> Callable[[PartServices], InputEmbeds]:
         """whole_items, whole_prompts: their tokens are computed in one step."""
-        kind = PromptMedia if whole_prompts else SpanMedia if whole_items else cls
+        kind = PromptInputEmbeds if whole_prompts else SpanInputEmbeds if whole_items else cls
         return lambda services: kind(services, most_kept)
 
     def spans(self, request: Request) -> Iterable[tuple[int, int]]:
@@ -136,11 +130,11 @@ class Media(SchedulerPart):
         for number in [n for n in held if items[n].end <= request.num_computed_tokens]:
             self._release(held.pop(number))
 
-    def start_part(self, request: Request) -> SlotMedia | None:
+    def start_part(self, request: Request) -> SlotItems | None:
         items = _items(request)
         if not items:
             return None
-        return SlotMedia(
+        return SlotItems(
             tuple(
                 PlacedItem(
                     item.start,
@@ -185,7 +179,7 @@ class Media(SchedulerPart):
         else:
             self._make_room(rows)
             self._kept[digest] = rows
-            self._encode.append(EncodeMedia(digest, rows, content.tensors))
+            self._encode.append(ItemToEncode(digest, rows, content.tensors))
             self._encoded_rows += rows
             self._num_encoded += 1
         self._touched.add(digest)
@@ -215,11 +209,11 @@ class Media(SchedulerPart):
 
     # ------------------------------------------------------------ plans, ends
 
-    def plan_part(self, step: int, builder: PlanBuilder) -> MediaPlan | None:
+    def plan_part(self, step: int, builder: PlanBuilder) -> InputEmbedsPlan | None:
         self._touched.clear()
         if not (self._encode or self._drop or self._drop_all):
             return None
-        plan = MediaPlan(tuple(self._encode), tuple(self._drop), self._drop_all)
+        plan = InputEmbedsPlan(tuple(self._encode), tuple(self._drop), self._drop_all)
         self._encode, self._drop, self._encoded_rows, self._drop_all = [], [], 0, False
         return plan
 
@@ -253,16 +247,16 @@ class Media(SchedulerPart):
     def held_blocks(self, running: list[Request]) -> Iterable[int]:
         """Return nothing; check that outputs are held by running requests, and for their rows."""
         held = {name for name, numbers in self._held.items() if numbers}
-        assert held <= {request.request_id for request in running}, "media of no request"
+        assert held <= {request.request_id for request in running}, "items of no request"
         counted: dict[str, int] = {}
         for numbers in self._held.values():
             for digest in numbers.values():
                 counted[digest] = counted.get(digest, 0) + 1
-        assert counted == self._users and set(counted) <= set(self._kept), "media are miscounted"
+        assert counted == self._users and set(counted) <= set(self._kept), "items are miscounted"
         return ()
 
 
-class SpanMedia(Media):
+class SpanInputEmbeds(InputEmbeds):
     """Items whose tokens are computed together: steps are as long as they may be."""
 
     short_steps = False
@@ -271,7 +265,7 @@ class SpanMedia(Media):
         return ((item.start, item.end) for item in _items(request))
 
 
-class PromptMedia(SpanMedia):
+class PromptInputEmbeds(SpanInputEmbeds):
     """Prompts whose tokens are computed together, also those without items."""
 
     def spans(self, request: Request) -> Iterable[tuple[int, int]]:
@@ -280,14 +274,14 @@ class PromptMedia(SpanMedia):
     def look_at(self, request: Request) -> int | None:
         return 0 if request.num_computed_tokens < request.num_prompt_tokens else None
 
-    def start_part(self, request: Request) -> SlotMedia:
-        placed = super().start_part(request) or SlotMedia(())
+    def start_part(self, request: Request) -> SlotItems:
+        placed = super().start_part(request) or SlotItems(())
         return msgspec.structs.replace(placed, prompt_span=request.num_prompt_tokens)
 
 
 def _items(request: Request) -> tuple[MediaItem, ...] | list[MediaItem]:
-    media: RequestMedia | None = request.parts.get(NAME)
-    return () if media is None else media.items  # type: ignore[return-value]
+    own: RequestItems | None = request.parts.get(NAME)
+    return () if own is None else own.items  # type: ignore[return-value]
 
 
 def _latest_end(request: Request, item: MediaItem) -> int:

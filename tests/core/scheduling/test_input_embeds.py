@@ -9,19 +9,17 @@ from scheduled import add, make_request, make_scheduler, run
 from test_compression_state_machine import NIGHTLY_STEPS, run_machine
 from test_scheduler_state_machine import ConnectorMachine, PriorityMachine, ReplayingWorker
 
+from jackfield.core.parts.input_embeds import NAME, InputEmbedsPlan, RequestItems
 from jackfield.core.parts.media import (
-    NAME,
     MediaContent,
     MediaItem,
-    MediaPlan,
     MediaTensor,
     PlacedItem,
-    RequestMedia,
     late_extras,
     prompt_extra,
 )
 from jackfield.core.request import Request
-from jackfield.core.scheduling.parts.media import Media
+from jackfield.core.scheduling.parts.input_embeds import InputEmbeds
 from jackfield.core.scheduling.plan_builder import PlanBuilder
 from jackfield.core.scheduling.scheduler import Scheduler
 from jackfield.core.step import StepPlan
@@ -45,7 +43,7 @@ def tokens_of(number: int) -> int:
 
 
 def give(request: Request, items: list[MediaItem]) -> None:
-    request.parts[NAME] = RequestMedia(items)
+    request.parts[NAME] = RequestItems(items)
     request.late_extra = late_extras(items)
 
 
@@ -67,7 +65,7 @@ class MediaWorker(ReplayingWorker):
         self.num_encoded = self.num_parts = 0
 
     def run(self, plan: StepPlan, *args: Any, **more: Any) -> Any:
-        part = plan.parts.get(NAME) or MediaPlan()
+        part = plan.parts.get(NAME) or InputEmbedsPlan()
         for digest in tuple(self.outputs) if part.drop_all else part.drop:
             assert part.drop_all or digest in self.outputs, "drops what is not there"
             del self.outputs[digest]
@@ -239,7 +237,7 @@ def step(planner: Scheduler) -> tuple[list[str], list[str]]:
     """Run a step. Return what it encodes, and what it drops."""
     plan = planner.schedule()
     assert plan is not None
-    part = plan.parts.get(NAME) or MediaPlan()
+    part = plan.parts.get(NAME) or InputEmbedsPlan()
     run(planner, plan)
     planner.check_invariants()
     return [item.digest[-1:] for item in part.encode], [digest[-1:] for digest in part.drop]
@@ -348,7 +346,7 @@ def test_an_item_before_the_last_token_is_not_split_for_it(budget: int) -> None:
 def test_what_a_plan_took_that_was_not_made_leaves_room() -> None:
     """Its only row took an item, and then found no block."""
     planner = scheduler()
-    media = planner.part(Media)
+    media = planner.part(InputEmbeds)
     assert media is not None
     first, second = seeing(5), seeing(4)
     media.begin_plan(PlanBuilder(16, False, 0))

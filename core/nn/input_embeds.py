@@ -1,4 +1,4 @@
-"""Rows of encoded media in the place of token embeddings, and positions of three axes."""
+"""Rows in the place of token embeddings, and positions of three axes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .rotary import Rotary
 
 
-class MediaRows(NamedTuple):
+class EmbeddedRows(NamedTuple):
     """Rows of the encoder's output that stand among a step's tokens, K of them."""
 
     tokens: torch.Tensor
@@ -54,10 +54,10 @@ class RopePositions(NamedTuple):
         return axes
 
 
-class MediaContext(NamedTuple):
-    """What layers know of a step's media."""
+class InputEmbedsContext(NamedTuple):
+    """What layers know of a step's tokens that stand for items."""
 
-    rows: MediaRows | None
+    rows: EmbeddedRows | None
     """None: the step has no tokens of items."""
     rope: RopePositions | None
     """None: tokens turn by their positions in the sequence."""
