@@ -168,6 +168,12 @@ class BeamSearch:
                 "use_beam_search: is not there for an encoder-decoder model",
                 param="use_beam_search",
             )
+        if self.engine.model_config.whole_prompts:
+            raise InvalidRequest(
+                "use_beam_search: is not there for a model whose prompts' tokens see each other: "
+                "beams go on as prompts",
+                param="use_beam_search",
+            )
         length, context = len(self.prompt_token_ids), self.engine.model_config.max_model_len
         if length + self.params.max_tokens > context:
             field = self.sampling.max_tokens_field or "max_tokens"

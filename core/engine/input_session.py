@@ -37,6 +37,11 @@ async def session_outputs(
     Each input is a request whose prompt begins with all that came before, which the prefix cache
     holds. As in vLLM, the last token of an output does not become part of the prompt.
     """
+    if engine.model_config.whole_prompts:
+        raise InvalidRequest(
+            "a session appends outputs to the prompt, and all tokens of this model's prompts see "
+            "each other: send each prompt as a request of its own"
+        )
     token_ids: list[int] = []
     async for each in inputs:
         own = each.sampling_params or params

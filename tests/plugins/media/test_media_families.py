@@ -4,7 +4,7 @@ recordings, chunks that end inside one, prefix hits inside and behind one, preem
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,10 @@ import torch
 from seeing_models import picture
 
 from jackfield import AsyncEngine, EngineConfig, RequestOutput, SamplingParams
+from jackfield.core.engine.input_session import StreamingInput
+from jackfield.core.errors import InvalidRequest
 from jackfield.core.protocols.media import MediaSetup
+from jackfield.entrypoints.beam_search import BeamSearch, BeamSearchParams
 from jackfield.plugins.media.llava import Llava
 
 LLAVA = "LlavaForConditionalGeneration"
@@ -227,6 +230,20 @@ async def test_the_prefix_cache_knows_pictures_by_content(made: Made) -> None:
         assert other.num_cached_tokens <= before + 2
         check(made, CASES["another"], other)
         assert again.outputs[0].token_ids != other.outputs[0].token_ids
+
+
+async def test_outputs_join_no_prompt_whose_tokens_see_each_other(tmp_path: Path) -> None:
+    seeing_models.save(PROMPTS[0], tmp_path)
+    config = EngineConfig(model=str(tmp_path), device="cpu", max_model_len=400, max_num_seqs=4)
+
+    async def inputs() -> AsyncIterator[StreamingInput]:
+        yield StreamingInput([1, 2, 3])
+
+    async with AsyncEngine(config) as engine:
+        search = BeamSearch(engine, None, [1, 2], BeamSearchParams(beam_width=2, max_tokens=2))
+        for outputs in (engine.session(inputs()), search.outputs()):
+            with pytest.raises(InvalidRequest, match="see each other"):
+                await anext(outputs)
 
 
 @pytest.mark.parametrize("tower", ["clip_vision_model", "siglip_vision_model"])
