@@ -89,7 +89,7 @@ class Listener:
 
 def recorded(seconds: float) -> AudioFile:
     """A recording whose samples are their own times."""
-    return AudioFile(wav(np.arange(int(seconds * RATE), dtype=np.float32) / RATE), RATE)
+    return AudioFile(wav(np.arange(round(seconds * RATE), dtype=np.float32) / RATE), RATE)
 
 
 async def transcribed(listener: Any, seconds: float, **task: Any) -> list[Segment]:
