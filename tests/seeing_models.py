@@ -639,7 +639,7 @@ FAMILIES: dict[str, Family] = {
             "text_config": {
                 **TEXT, "model_type": "deepseek_ocr2_text", "n_routed_experts": 4,
                 "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32,
-                "mlp_layer_types": ["dense", "sparse", "sparse"], "max_position_embeddings": 1024,
+                "mlp_layer_types": ["dense", "sparse", "sparse"], "max_position_embeddings": 2048,
             },
             "vision_config": {
                 "sam_config": {

@@ -164,7 +164,7 @@ class Suffix(Speculator):
         if len(self._outputs) > self._max_texts:
             self._outputs.popleft()
         suffix_tables.append(self._shared, tokens, begin, length, owner)
-        self._note(self._shared, self._shared_rows(owner, begin), size)
+        self._note(self._shared, self._shared_rows(owner, begin), size + 1)
         if self._end > LAST_PLACE:
             self._shared.cells.zero_()
             self._outputs.clear()
