@@ -99,11 +99,11 @@ async def test_experts_are_those_that_routers_choose(
 ) -> None:
     """In every setting, and again from the cache of prefixes."""
     model = reference_model(checkpoints(name))
-    for setting, options in SETTINGS.items():
-        least_cached = 20
-        if name == "gpt-oss" and "num_gpu_blocks_override" in options:
-            # Windows have blocks of their own.
-            options, least_cached = {**options, "num_gpu_blocks_override": 34}, 8
+    settings = dict(SETTINGS)
+    if name == "gpt-oss":  # So few blocks have no room for a window beside all tokens.
+        settings["chunks"] = {"max_num_batched_tokens": 16}
+        del settings["chunks, preempted"]
+    for setting, options in settings.items():
         async with engine_of(checkpoints(name), device=device, **options) as engine:
             outputs = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts()))
             few = await answer(engine, SHARED, allowed_token_ids=[5], max_tokens=12)
@@ -112,7 +112,7 @@ async def test_experts_are_those_that_routers_choose(
             stats = engine.stats()
         for output in (*outputs, few, again, several):
             check(output, model, name)
-        assert again.num_cached_tokens >= least_cached
+        assert again.num_cached_tokens >= 20
         assert setting != "chunks, preempted" or stats.num_preemptions > 0
         assert setting != "drafts" or stats.spec_decode_num_accepted_tokens > 0
 
