@@ -130,8 +130,8 @@ class MediaInput:
         finally:
             for task in tasks:
                 task.cancel()
-        made = zip(sources, lists, strict=True)
-        self._check_limits([(s.modality, s.field) for s, contents in made for _ in contents])
+        pairs = zip(sources, lists, strict=True)
+        self._check_limits([(s.modality, s.field) for s, contents in pairs for _ in contents])
         return [content for contents in lists for content in contents]
 
     def _check_limits(self, items: Sequence[tuple[str, str]]) -> None:

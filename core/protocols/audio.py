@@ -51,7 +51,7 @@ class SpeechChat:
     translation: str | None = None
     """In its place, or in that of `prompt`, to translate into English; None: the model does not."""
     languages: Mapping[str, str] = field(default_factory=dict)
-    """ISO 639-1 → what `language` calls it; {}: the model is not told the language."""
+    """ISO 639-1 → what `language` calls it; {}: the model takes no language."""
     language: str = ""
     """How the response begins, or `prompt` goes on, where the language is known: "{}" stands for
     what it is called."""

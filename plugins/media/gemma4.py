@@ -39,8 +39,8 @@ class Gemma4Features(FeatureExtractor):
         self.max_samples = self.max_seconds * self.sampling_rate
 
     def tensors(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        made = self.extracted([samples])  # Alone, some lengths are not taken.
-        return {name: made[name] for name in ("input_features", self.mask_name)}
+        features = self.extracted([samples])  # Alone, some lengths are not taken.
+        return {name: features[name] for name in ("input_features", self.mask_name)}
 
     def count(self, tensors: Mapping[str, np.ndarray]) -> int:
         # Two convolutions skip every other frame.

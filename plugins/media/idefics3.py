@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...core.errors import ConfigError
 from ...core.protocols.media import MediaSetup, ProcessedMedia
 from .family import Pictures
 from .processor import ImageProcessor
@@ -21,12 +20,7 @@ AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
 class Idefics3Processor(ImageProcessor):
     def __init__(self, setup: MediaSetup) -> None:
         super().__init__(setup)
-        if setup.tokenize is None:
-            raise ConfigError(
-                "skip_tokenizer_init: what stands for a picture of this model is text",
-                param="skip_tokenizer_init",
-            )
-        self._tokenize = setup.tokenize
+        self._tokenize = self.tokenizer()
         vision = self.config.vision_config
         side = vision.image_size // vision.patch_size
         self._per_tile = int(side**2 / self.config.scale_factor**2)

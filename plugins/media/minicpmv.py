@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ...core.errors import ConfigError
 from ...core.protocols.media import MediaSetup, ProcessedMedia
 from .encoder import TransformersEncoder
 from .family import Pictures
@@ -21,12 +20,7 @@ if TYPE_CHECKING:
 class MiniCPMVProcessor(ImageProcessor):
     def __init__(self, setup: MediaSetup) -> None:
         super().__init__(setup)
-        if setup.tokenize is None:
-            raise ConfigError(
-                "skip_tokenizer_init: what stands for a picture of this model is text",
-                param="skip_tokenizer_init",
-            )
-        self._tokenize = setup.tokenize
+        self._tokenize = self.tokenizer()
         self._around = self.token("<image>"), self.token("</image>")
         self._around_slice = self.token("<slice>"), self.token("</slice>")
         self._around_number = self.token("<image_id>"), self.token("</image_id>")

@@ -84,8 +84,8 @@ class DerivedPillowProcessor(PillowProcessor, DerivedProcessor):
     text_options: ClassVar[Mapping[str, Any]] = {}
 
     def written(self, image: Image) -> tuple[Mapping[str, Any], str]:
-        made = self.tensors(image)
-        return made, self._writer.replace_image_token(made, 0, **self.text_options)
+        tensors = self.tensors(image)
+        return tensors, self._writer.replace_image_token(tensors, 0, **self.text_options)
 
 
 def alike(value: Any, default: Any) -> bool:
@@ -112,7 +112,7 @@ def cut(pixels: np.ndarray, side: int) -> np.ndarray:
 
 def grids(least: int, most: int) -> list[tuple[int, int]]:
     """Return all (columns, rows) of so many tiles, the smallest first."""
-    found = {
+    pairs = {
         (columns, rows)
         for count in range(least, most + 1)
         for columns in range(1, count + 1)
@@ -120,7 +120,7 @@ def grids(least: int, most: int) -> list[tuple[int, int]]:
         if least <= columns * rows <= most
     }
     # Those of one size stay in the set's order, as in `transformers`.
-    return sorted(found, key=lambda grid: grid[0] * grid[1])
+    return sorted(pairs, key=lambda grid: grid[0] * grid[1])
 
 
 def closest_grid(

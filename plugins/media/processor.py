@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,6 +88,15 @@ class ImageProcessor:
     def find_placeholder(self, setup: MediaSetup) -> int:
         """Return the token by which prompts say where a picture stands."""
         return int(setup.config.image_token_id)
+
+    def tokenizer(self) -> Callable[[str], list[int]]:
+        """Return what makes tokens of what is written for a picture. Raises ConfigError without."""
+        if self._tokens is None:
+            raise ConfigError(
+                "skip_tokenizer_init: what stands for a picture of this model is text",
+                param="skip_tokenizer_init",
+            )
+        return self._tokens
 
     def token(self, text: str) -> int:
         """Return the id of a token. Raises ConfigError for a text that is none."""

@@ -71,7 +71,7 @@ class RowDrafts:
 
     num_proposed: int = 0
     """After its last result. Of a plan, others are verified: those after the step before it, which
-    is under way."""
+    is running."""
     followed: dict[int, tuple[float, float, float]] = field(default_factory=dict)
     """Class of a number of proposed drafts → results that followed such ones, those of them with
     drafts, and their drafts; older ones count less."""

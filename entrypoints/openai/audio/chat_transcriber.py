@@ -41,7 +41,7 @@ class ChatTask:
 
     chat: SpeechChat
     language: str | None = None
-    """ISO 639-1, if the model is told."""
+    """ISO 639-1, if the model takes one."""
     translate: bool = False
     before: str = ""
     """Text that comes before."""

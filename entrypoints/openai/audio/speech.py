@@ -63,7 +63,7 @@ class Speech(ABC):
 
     @abstractmethod
     def named(self, language: str | None) -> str | None:
-        """Return the language's name among the model's; None: it is not told one. Raises
+        """Return the language's name among the model's; None: it takes none. Raises
         InvalidRequest."""
 
     @abstractmethod
