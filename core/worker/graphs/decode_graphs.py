@@ -21,11 +21,15 @@ from ..batch import LogitPlaces, PersistentBatch, StepInputs
 from ..sampling.sampler import Sampler
 from ..slot_table import NO_WRITES
 from .endings import Ending, count_run, row_counts, sample_rows
-from .recorder import Recorder, Replay
+from .recorder import Losses, Recorder, Replay
 from .static_numbers import StaticNumbers
 from .written_tokens import WrittenTokens
 
 logger = logging.getLogger("jackfield.worker")
+
+PADDING_COST = 1 / 1024
+"""Time of a row of padding, in steps, roughly: a graph is recorded after some forty steps with a
+hundred rows of padding."""
 
 
 class DecodeGraphs:
@@ -39,11 +43,14 @@ class DecodeGraphs:
         operations: Operations,
         record: Recorder,
         endings: Sequence[Ending],
+        errors: type[Exception],
+        in_traffic: bool,
         written: WrittenTokens | None = None,
     ) -> None:
         """`forward`: inputs of R one-token rows → hidden states; `logits`: these → what an ending
-        samples from. endings: to record, in order; written: gets each run's tokens, besides
-        `outputs`.
+        samples from. endings: to record, in order; errors: of recordings, on all ranks;
+        in_traffic: whether a launch may first run another step; written: gets each run's tokens,
+        besides `outputs`.
         """
         max_num_seqs = batch.num_slots
         self._forward, self._logits = forward, logits
@@ -52,7 +59,9 @@ class DecodeGraphs:
         self._written = written
         self._kinds = endings
         self._counts = row_counts(max_num_seqs)
+        self._errors, self._in_traffic = errors, in_traffic
         self._replays: dict[tuple[int, Ending], Replay] = {}
+        self._losses = Losses()
         self._inputs = DecodeInputs(batch, operations, max_num_seqs)
         device = batch.device
         self.outputs = sampler.outputs
@@ -92,8 +101,8 @@ class DecodeGraphs:
     def launch(self, plan: StepPlan, ending: Ending) -> bool:
         """Replay a decode step, with sampling (to `outputs`) or up to `logits` or states.
 
-        Returns False, unchanged, for other steps, or without a graph. Records only for logits not
-        recorded in spare time: that takes several steps' time.
+        Returns False, unchanged, for other steps, or without a graph. Records for logits that were
+        not recorded in spare time, and what was missed most: that takes several steps' time.
         """
         rows = self._recorded_rows(len(plan.slots), ending)
         if rows is None or not self._inputs.fill(plan, rows):
@@ -108,12 +117,26 @@ class DecodeGraphs:
         return slots[:num_rows], lengths[:num_rows]
 
     def _recorded_rows(self, num_rows: int, ending: Ending) -> int | None:
-        able = (n for n in self._counts if n >= num_rows and (n, ending) in self._replays)
+        """Return the rows of the graph that serves a step with least padding, recording one if
+        enough was lost."""
+        best = next(n for n in self._counts if n >= num_rows)
+        able = (n for n in self._counts if n >= best and (n, ending) in self._replays)
         rows = next(able, None)
         if rows is None and not ending.samples:
-            rows = next(n for n in self._counts if n >= num_rows)
-            self.record(rows, ending)
-        return rows
+            self.record(best, ending)
+            return best
+        padding = best if rows is None else rows - best
+        if not padding or not self._in_traffic:
+            return rows
+        if not self._losses.is_due((best, ending), padding * PADDING_COST):
+            return rows
+        try:
+            self.record(best, ending)
+        except self._errors:
+            logger.warning("a step of %d rows cannot be recorded; a larger one serves it", best,
+                           exc_info=True)  # fmt: skip
+            return rows
+        return best
 
     def record(self, rows: int, ending: Ending) -> None:
         began = time.monotonic()

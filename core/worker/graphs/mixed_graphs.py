@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -24,7 +23,7 @@ from ..hidden_states import each, parts
 from ..sampling.sampler import Sampler
 from .endings import Ending, count_run, row_counts, sample_rows
 from .mixed_inputs import MixedInputs, MixedKey, StepShape, shape_of
-from .recorder import Recorder, Replay
+from .recorder import Losses, Recorder, Replay
 from .written_tokens import WrittenTokens
 
 logger = logging.getLogger("jackfield.worker")
@@ -37,9 +36,6 @@ MAX_TOKENS = 8192
 """Tokens of the largest recorded step; beyond, the device hides the launches."""
 RUN_FIRST = 512
 """Steps up to this size run once before they are recorded."""
-WORTH_RECORDING = 4.0
-"""Saved padding, in steps, from which a graph is recorded in traffic: recording takes a few steps'
-time."""
 FREE_TOKENS = 256
 """Tokens that take about as long as fewer: a step reads all weights anyway."""
 
@@ -94,8 +90,7 @@ class MixedGraphs:
         self._row_counts = row_counts(batch.num_slots)
         self._steps: dict[MixedKey, Replay] = {}
         self._endings: dict[tuple[int, Ending], Replay] = {}
-        self._lost: dict[MixedKey, float] = {}
-        """Missing graph → steps' worth of padding lost so far."""
+        self._losses = Losses()
         self.num_recorded = 0
         max_rows = self._num_rows(MixedKey(self._decode_counts[-1], self._token_counts[-1]))
         self._inputs = MixedInputs(batch, max_rows)
@@ -163,9 +158,9 @@ class MixedGraphs:
         # One for any number of decode rows serves more steps, and costs about the same.
         widest = MixedKey(self._decode_counts[-1], best.tokens)
         target = widest if best.decode_rows and self._fits(widest, shape) else best
-        if not self._is_due(target, key):
+        padding = target.tokens if key is None else key.tokens - target.tokens
+        if not self._losses.is_due(target, padding / max(target.tokens, FREE_TOKENS)):
             return key
-        self._lost[target] = -math.inf
         try:
             self.record(target)
         except self._errors:
@@ -173,13 +168,6 @@ class MixedGraphs:
                            exc_info=True)  # fmt: skip
             return key
         return target
-
-    def _is_due(self, target: MixedKey, key: MixedKey | None) -> bool:
-        """Count a step's loss with `key` (None: launched); return whether to record now."""
-        padding = target.tokens if key is None else key.tokens - target.tokens
-        lost = self._lost.get(target, 0.0) + padding / max(target.tokens, FREE_TOKENS)
-        self._lost[target] = lost
-        return lost >= WORTH_RECORDING
 
     def _smallest_key(self, shape: StepShape) -> MixedKey | None:
         """Return the smallest possible graph for a step."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Hashable
 
 import torch
 
 from ...parallel.ranks import ONE_RANK, Ranks
 
 logger = logging.getLogger("jackfield.worker")
+
+WORTH_RECORDING = 4.0
+"""Lost steps from which a graph is recorded in traffic: recording takes a few steps' time."""
 
 Replay = Callable[[], object]
 Recorder = Callable[[Callable[[], None]], Replay]
@@ -18,6 +22,20 @@ Recorder = Callable[[Callable[[], None]], Replay]
 
 class NotRecorded(RuntimeError):
     """Work could not be recorded on some rank, and so counts as not recorded on all."""
+
+
+class Losses:
+    """What steps lose for want of their own graphs, so that a busy server records those, too."""
+
+    def __init__(self) -> None:
+        self._lost: dict[Hashable, float] = {}
+
+    def is_due(self, graph: Hashable, lost: float) -> bool:
+        """Count a loss, in steps' time; return whether to record the graph now: True once."""
+        lost += self._lost.get(graph, 0.0)
+        is_due = lost >= WORTH_RECORDING
+        self._lost[graph] = -math.inf if is_due else lost
+        return is_due
 
 
 class CountedRecorder:

@@ -48,6 +48,8 @@ class Variant:
         batch = runner.batch
         operations = batch.operations
         endings = recorded_endings(runner.sampler, runner.samples)
+        # With stages, states of the one before have arrived by then, and would be overwritten.
+        in_traffic = runner.stage is None
 
         def forward(inputs: StepInputs) -> HiddenStates:
             with runner.parts.recording(name):
@@ -66,6 +68,8 @@ class Variant:
             operations=operations,
             record=record,
             endings=endings,
+            errors=runner.record_errors,
+            in_traffic=in_traffic,
             written=written,
         )
         self.mixed: MixedGraphs | None = None
@@ -83,8 +87,7 @@ class Variant:
                 max_tokens=max_tokens,
                 endings=endings,
                 errors=runner.record_errors,
-                # States of the stage before have arrived by then, and would be overwritten.
-                in_traffic=runner.stage is None,
+                in_traffic=in_traffic,
                 written=written,
             )
         self.drafts: tuple[DraftGraphs, ...] = ()

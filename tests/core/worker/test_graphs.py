@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jackfield.core.hooks import hookimpl
 from jackfield.core.nn.operations import Operations
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.step import Ping
+from jackfield.core.worker.graphs import decode_graphs
 from jackfield.core.worker.graphs.endings import Ending, row_counts
 from jackfield.core.worker.sampled import Sampled
 from jackfield.core.worker.worker import Worker
@@ -321,7 +323,11 @@ async def test_work_in_spare_time_leaves_requests_alone(checkpoint: Path) -> Non
     assert await tokens(True) == await tokens(False)
 
 
-async def test_larger_graphs_serve_and_nothing_is_recorded_in_a_step(checkpoint: Path) -> None:
+@pytest.mark.parametrize("in_traffic", [True, False])
+async def test_larger_graphs_serve_until_enough_is_lost(
+    in_traffic: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages of a pipeline record nothing in a step; what cannot be recorded is tried once."""
     plugins = load_plugins()
     plugins.add_plugin(Plugin(), Provenance("tests", "0", "graphs"))
     config = EngineConfig(
@@ -329,17 +335,46 @@ async def test_larger_graphs_serve_and_nothing_is_recorded_in_a_step(checkpoint:
         max_model_len=96, max_num_seqs=24, max_num_batched_tokens=48, operations="torch",
         attention_backend="static", executor="static",
     )  # fmt: skip
+    monkeypatch.setattr(decode_graphs, "PADDING_COST", 1 / 8)
     async with AsyncEngine(config, plugins=plugins) as engine:
         executor: Any = engine.core.executor
         graphs = executor._worker.runner.decode.graphs
         engine.core.steps._prepares = False
         await executor.ask(Ping())
+        assert graphs._in_traffic
+        graphs._in_traffic = in_traffic
         plain, replay = Ending.PLAIN, lambda: None
         graphs._replays = {(1, plain): replay, (16, plain): replay}
+
+        @torch.inference_mode()
+        def serving(*counts: int) -> list[int | None]:
+            return [graphs._recorded_rows(n, plain) for n in counts]
+
+        async def serve(*counts: int) -> list[int | None]:
+            return await executor._thread.call(partial(serving, *counts))
+
         before = graphs.num_recorded
-        assert [graphs._recorded_rows(n, plain) for n in (1, 3, 16, 17)] == [1, 16, 16, None]
-        assert graphs.num_recorded == before
-        assert [rows for rows, ending in graphs.missing() if ending is plain] == [24, 8, 4, 2]
+        # A step of 3 rows has 12 rows of padding, which cost 1.5 steps; one of 17 has no graph.
+        steps = [await serve(1, 3, 16, 17) for _ in range(4)]
+        if not in_traffic:
+            assert steps == 4 * [[1, 16, 16, None]] and graphs.num_recorded == before
+            return
+        assert steps == [
+            [1, 16, 16, None], [1, 16, 16, 24], [1, 4, 16, 24], [1, 4, 16, 24]
+        ]  # fmt: skip
+        assert graphs.num_recorded == before + 2
+        assert [rows for rows, ending in graphs.missing() if ending is plain] == [8, 2]
+
+        attempts = 0
+
+        def refuse(function: Callable[[], None]) -> Callable[[], None]:
+            nonlocal attempts
+            attempts += 1
+            raise RuntimeError("out of memory")
+
+        graphs._record = refuse
+        assert [await serve(8) for _ in range(6)] == 6 * [[16]]
+        assert attempts == 2, "before and after the step ran"
 
 
 async def test_what_a_step_chose_is_not_changed_by_the_next(checkpoint: Path) -> None:
