@@ -104,8 +104,10 @@ def register_models(registry: Registry[type[Model] | type[PoolingModel]]) -> Non
 
     `registry.refuse(name, reason)` says why an architecture is not served, for the error of who
     tries. `registry.add_text_part(name, of)` says that of a multimodal architecture the text part
-    is served, as the architecture `of`. The name "*" is asked where no other fits: its class has a
-    classmethod `refusal(architecture)`, which says in one clause why it cannot serve one, or None.
+    is served, as the architecture `of`, or as the one of its text configuration's type
+    (`registry.add_text_type(model_type, of)`, or in `transformers`). The name "*" is asked where no
+    other fits: its class has a classmethod `refusal(architecture)`, which says in one clause why it
+    cannot serve one, or None.
     """
 
 

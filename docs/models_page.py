@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as WHOLES,
+)
+
 from jackfield.core import hooks
 from jackfield.core.nn.experts import SparseMLP
 from jackfield.core.registry import load_plugins
@@ -106,7 +110,8 @@ def models(table: Callable[[list[str], list[list[str]]], str]) -> str:
     for entry in own:
         if entry.reference.endswith(f":{entry.name}"):
             places[entry.reference] = entry.name
-    tested = {of: name for name, of in registry.text_parts.items() if of and of not in tests}
+    wholes = _wholes(registry)
+    tested = {of: name for name, of in wholes.items() if of not in tests}
     for entry in sorted(own, key=lambda entry: entry.name.lower()):
         kind = registry.load(entry.name)
         if not issubclass(kind, CausalLM | EncoderDecoderLM):
@@ -132,10 +137,11 @@ def models(table: Callable[[list[str], list[list[str]]], str]) -> str:
     ]
     parts = [
         [
-            f"`{name}`", f"`{of}`" if of else "its text configuration says",
+            f"`{name}`",
+            f"`{wholes[name]}`" if name in wholes else "its text configuration says",
             f"{tests[name][0]}: `{name}`" if name in tests else "not compared",
         ]
-        for name, of in registry.text_parts.items()
+        for name in registry.text_parts
     ]  # fmt: skip
     reasons: dict[str, list[str]] = {}
     for name in registry.refused:
@@ -148,6 +154,17 @@ def models(table: Callable[[list[str], list[list[str]]], str]) -> str:
         "## Not served\n\nOf what `transformers` lists as models that generate, and other engines "
         f"serve; the error says the same.\n\n{table(['architectures', 'reason'], refused)}"
     )
+
+
+def _wholes(registry: Any) -> dict[str, str]:
+    """Multimodal architecture → that of its text part, if it is one for all its checkpoints."""
+    wholes = {
+        of_type: of
+        for model_type, of in registry.text_types.items()
+        if (of_type := WHOLES.get(model_type.removesuffix("_text")))
+    }
+    wholes |= {name: of for name, of in registry.text_parts.items() if of}
+    return {name: of for name, of in wholes.items() if name in registry.text_parts}
 
 
 def _quantization(kind: type[CausalLM | EncoderDecoderLM]) -> str:

@@ -507,6 +507,17 @@ FAMILIES: dict[str, Family] = {
         by_replacing("Qwen3VLProcessor", "qwen3_vl", image_token="<|image_pad|>"),
     ),
     "Glm4vForConditionalGeneration": GLM4V,
+    "Glm46VForConditionalGeneration": GLM4V._replace(
+        config=GLM4V.config | {
+            "text_config": {
+                **GLM4V.config["text_config"], **EXPERTS, "model_type": "glm4v_moe_text",
+                "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
+                "n_group": 1, "topk_group": 1,
+            },
+        },
+        processor="Glm46VImageProcessorPil",
+        reference=by_replacing("Glm46VProcessor", "glm46v", image_token="<|image|>"),
+    ),
     "PaliGemmaForConditionalGeneration": Family(
         {
             "text_config": {
@@ -843,6 +854,8 @@ def save(architecture: str, folder: Path, **changes: Any) -> Any:
     model.save_pretrained(folder)
     if architecture == "Kimi_K25ForConditionalGeneration":
         respell(folder / "model.safetensors")
+    if architecture == "Glm46VForConditionalGeneration":
+        unstack(folder / "model.safetensors")
     template = TEMPLATE.replace("PICTURE", family.written)
     tokenizer_with(family.specials, template, family.names).save_pretrained(folder)
     if architecture == "Llama4ForConditionalGeneration":
@@ -863,6 +876,22 @@ def respell(file: Path) -> None:
         name.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
         for name, tensor in load_file(file).items()
     }
+    save_file(tensors, file, {"format": "pt"})
+
+
+def unstack(file: Path) -> None:
+    """Give each expert tensors of its own, as published checkpoints have them: of this type's
+    experts `transformers` writes those of all together."""
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        layer, _, weight = name.rpartition(".experts.")
+        if not layer:
+            tensors[name] = tensor
+            continue
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[weight]
+        for number, expert in enumerate(tensor):
+            for part, own in zip(parts, expert.chunk(len(parts)), strict=True):
+                tensors[f"{layer}.experts.{number}.{part}.weight"] = own.clone()
     save_file(tensors, file, {"format": "pt"})
 
 

@@ -303,7 +303,8 @@ def _read_config(
     if part is None:
         return read(raw, None), None, None
     check_fields(file, raw)
-    config, outer = text_config(file, raw, read, part)
+    types = {} if plugins is None else plugins["model"].text_types
+    config, outer = text_config(file, raw, read, part, types)
     return config, whole, outer
 
 

@@ -46,20 +46,25 @@ def inner_name(name: str) -> str | None:
     return name if name.startswith(PLAIN) else None
 
 
-def text_config(file: Path, raw: dict[str, Any], read: Read, architecture: str) -> tuple[Any, Any]:
+def text_config(
+    file: Path, raw: dict[str, Any], read: Read, architecture: str, types: Mapping[str, str]
+) -> tuple[Any, Any]:
     """Return the text part's configuration, and the whole's (None for a type that `transformers`
     does not know).
 
-    architecture: of the text part; "": its configuration's, or its model type's in `transformers`.
-    Raises ConfigError.
+    architecture: of the text part; "": that of its type in `types`, its configuration's, or its
+    type's in `transformers`. Raises ConfigError.
     """
     from transformers import CONFIG_MAPPING
 
     inner: Any = next((raw[name] for name in NESTED if isinstance(raw.get(name), dict)), {})
     outer: Any = None
+    if not architecture and isinstance(inner.get("model_type"), str):
+        architecture = types.get(inner["model_type"], "")
     if raw.get("model_type") in CONFIG_MAPPING:
         outer = read(raw, None)
         config = copy.copy(outer.get_text_config(decoder=True))
+        architecture = architecture or types.get(config.model_type, "")
     elif inner:
         by_type = None if inner.get("architectures") else _of_type(inner.get("model_type"))
         config = read(dict(inner), architecture or by_type)

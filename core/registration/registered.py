@@ -6,7 +6,8 @@ import contextlib
 import importlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -98,6 +99,7 @@ class Registry(Generic[T]):
         self._loaded: dict[str, T] = {}
         self._refusals: dict[str, str] = {}
         self._text_parts: dict[str, str] = {}
+        self._text_types: dict[str, str] = {}
         self._derivations: dict[tuple[str, str], str] = {}
         """Suffix of names, and that of what they derive from → the maker."""
         self._registering = Provenance("unknown", "", "")
@@ -197,9 +199,19 @@ class Registry(Generic[T]):
 
     def add_text_part(self, name: str, of: str = "") -> None:
         """Say that of a multimodal architecture the text part is served: by the architecture `of`;
-        "": by the one that its text configuration names, or has the type of. A plugin may still
-        register the whole."""
+        "": by the one of its text configuration's type (`add_text_type`, or in `transformers`), or
+        that this names. A plugin may still register the whole."""
         self._text_parts[name] = of
+
+    def add_text_type(self, model_type: str, of: str) -> None:
+        """Say that a text configuration of a type is served as the architecture `of`, whatever
+        multimodal architecture it is in."""
+        self._text_types[model_type] = of
+
+    @property
+    def text_types(self) -> Mapping[str, str]:
+        """Type of a text configuration → architecture, as `add_text_type` has said."""
+        return MappingProxyType(self._text_types)
 
     def text_part(self, name: str) -> str | None:
         """Return what `add_text_part` has said; None for what is registered itself, or

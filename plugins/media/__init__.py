@@ -20,6 +20,7 @@ MODELS = {
     "Gemma3nForConditionalGeneration": "gemma3n:Gemma3n",
     "Gemma4ForConditionalGeneration": "gemma4:Gemma4",
     "GlmAsrForConditionalGeneration": "whisper_like:GlmAsr",
+    "Glm46VForConditionalGeneration": "qwen_vl:Glm46V",
     "Glm4vForConditionalGeneration": "qwen_vl:Glm4v",
     "Glm4vMoeForConditionalGeneration": "qwen_vl:Glm4v",
     "GraniteSpeechForConditionalGeneration": "granite_speech:GraniteSpeech",

@@ -204,6 +204,40 @@ class GlmSampling(Sampling):
         return list(dict.fromkeys(min(index, last) for index in chosen))[: min(most, self.most)]
 
 
+@dataclass(frozen=True)
+class Glm46Sampling(Sampling):
+    """Frames at equal times, fewer per second of longer videos."""
+
+    fps: float | None = None
+    most: int = 640
+    rates: tuple[tuple[int, float], ...] = ((30, 6.0), (300, 2.0), (2400, 1.0))
+    """(Seconds, frames per second of videos up to that long); more seconds do not count."""
+
+    def indices(self, total: int, fps: float, most: int) -> list[int]:
+        if self.num_frames is not None or self.fps is not None:
+            return super().indices(total, fps, most)
+        longest = self.rates[-1][0]
+        duration = min(total / fps, longest)
+        rate = next(rate for seconds, rate in self.rates if duration <= seconds)
+        count = min(int(duration * rate), self.most)
+        chosen = [] if total < count else self._at_times(total, fps, rate)
+        if len(chosen) != count:
+            first, last = (chosen[0], chosen[-1]) if 0 < len(chosen) < count else (0, total - 1)
+            chosen = np.linspace(first, last, count, dtype=int).tolist()
+        return list(dict.fromkeys(chosen))[:most] or [0]
+
+    def _at_times(self, total: int, fps: float, rate: float) -> list[int]:
+        """Return the first frames from the times on that are `1 / rate` seconds apart."""
+        chosen, time, end = [], 0.0, int(total / fps)
+        for index in range(total):
+            if index * (1 / fps) >= time:
+                time += 1 / rate
+                chosen.append(index)
+                if time >= end:
+                    break
+        return chosen
+
+
 class GlmVideo(Qwen3Video):
     """Each pair is written like a picture, with its seconds behind it."""
 
@@ -224,8 +258,19 @@ class GlmVideo(Qwen3Video):
     def around_pair(self, first: float, last: float) -> tuple[list[int], list[int]]:
         config = self.config
         return [config.image_start_token_id], [
-            config.image_end_token_id, *self.tokenize(str(int(first)))
+            config.image_end_token_id, *self.tokenize(self.time(first))
         ]  # fmt: skip
+
+    def time(self, seconds: float) -> str:
+        """Return what is written for the time of a pair's first frame."""
+        return str(int(seconds))
+
+
+class Glm46Video(GlmVideo):
+    sampling = Glm46Sampling()
+
+    def time(self, seconds: float) -> str:
+        return f"{seconds:.1f} seconds"
 
 
 def _near(

@@ -18,7 +18,7 @@ from .family import Pictures
 from .mrope import positions_of, sections_of
 from .packed import pack
 from .processor import ImageProcessor, check_count, check_fields, sizes_of
-from .qwen_video import GlmVideo, Qwen3Video, QwenVideo
+from .qwen_video import Glm46Video, GlmVideo, Qwen3Video, QwenVideo
 
 
 class QwenProcessor(ImageProcessor):
@@ -114,6 +114,16 @@ class Qwen2VL(QwenPictures):
 
 class Glm4v(Qwen2VL):
     video_class = GlmVideo
+
+
+class Glm46V(Qwen2VL):
+    video_class = Glm46Video
+
+    @classmethod
+    def refusal(cls, setup: MediaSetup) -> str | None:
+        if setup.config.model_type != "glm46v":
+            return f"pictures of model_type {setup.config.model_type!r} have other sizes"
+        return super().refusal(setup)
 
 
 class Qwen35(Qwen2VL):

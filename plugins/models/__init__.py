@@ -6,7 +6,7 @@ from typing import Any
 
 from ...core.hooks import hookimpl
 from .refused import REFUSED
-from .text_parts import TEXT_PARTS
+from .text_parts import TEXT_PARTS, TEXT_TYPES
 
 ARCHITECTURES = {
     "afmoe": ("AfmoeForCausalLM",),
@@ -265,6 +265,8 @@ def register_models(registry: Any) -> None:
     registry.add("*", "jackfield.plugins.models.fallback.model:TransformersLM")
     for name, of in TEXT_PARTS.items():
         registry.add_text_part(name, of)
+    for model_type, of in TEXT_TYPES.items():
+        registry.add_text_type(model_type, of)
     for reason, names in REFUSED.items():
         for name in names:
             registry.refuse(name, reason)

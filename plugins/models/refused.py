@@ -64,7 +64,7 @@ REFUSED = {
         "UltravoxModel",
     ),
     "it reads pictures, and neither these nor its text part are served yet": (
-        "Glm46VForConditionalGeneration", "PaddleOCRVLForConditionalGeneration",
+        "PaddleOCRVLForConditionalGeneration",
     ),
     "it drafts tokens for another model": (
         "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
@@ -98,7 +98,7 @@ REFUSED = {
 if possible."""
 ELSEWHERE = (
     "DeepseekOCRForCausalLM", "DeepseekVLV2ForCausalLM",
-    "Fairseq2LlamaForCausalLM", "Glm46VForConditionalGeneration",
+    "Fairseq2LlamaForCausalLM",
     "InklingForConditionalGeneration", "MiniCPMO", "MiniCPMV",
     "PaddleOCRVLForConditionalGeneration",
     "PanguProMoEV2ForCausalLM", "Phi3VForCausalLM", "Phi4MMForCausalLM",

@@ -41,7 +41,7 @@ GRIDS = {"image": {"image_grid_thw": "image_grid_thw"}}
 GRIDS_OF_VIDEOS = {**GRIDS, "video": {"video_grid_thw": "image_grid_thw"}}
 GIVEN_AS_ROWS: dict[str, dict[str, dict[str, str]]] = {
     **dict.fromkeys(("Gemma3For", "Gemma4", "InternVL", "LlavaFor", "LlavaNext"), ROWS_ALONE),
-    **dict.fromkeys(("Glm4v", "GlmOcr", "Qwen3_5", "Qwen3VL"), GRIDS),
+    **dict.fromkeys(("Glm46V", "Glm4v", "GlmOcr", "Qwen3_5", "Qwen3VL"), GRIDS),
     **dict.fromkeys(("Qwen2VL", "Qwen2_5_VL"), GRIDS_OF_VIDEOS),
     "LlavaOnevision": {"image": {}, "video": {}},
     "Mistral3": {"image": {"image_sizes": "image_sizes"}},

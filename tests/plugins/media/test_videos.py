@@ -3,6 +3,7 @@ its processors choose them, and times are those of the frames."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import io
 import json
@@ -21,11 +22,12 @@ from seeing_models import FAMILIES, picture, save
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.protocols.media import Sampling
 from jackfield.plugins.media.internvl import InternVLVideo
-from jackfield.plugins.media.qwen_video import GlmSampling
+from jackfield.plugins.media.qwen_video import Glm46Sampling, GlmSampling
 
 KINDS = (
     "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration", "Glm4vForConditionalGeneration",
+    "Glm46VForConditionalGeneration",
 )  # fmt: skip
 NEW = 8
 
@@ -46,6 +48,11 @@ class Made(NamedTuple):
     @property
     def glm(self) -> bool:
         return type(self.model).__name__.startswith("Glm")
+
+    def time(self, seconds: float) -> str:
+        """Return what GLM's processors write for the time of a pair's first frame."""
+        glm46 = type(self.model).__name__.startswith("Glm46V")
+        return f"{seconds:.1f} seconds" if glm46 else str(int(seconds))
 
     @property
     def written(self) -> str:
@@ -123,7 +130,7 @@ def expected(
             )
         if made.glm:
             inner = "".join(
-                f"<|begin_of_image|>{'<|image|>' * count}<|end_of_image|>{int(index / fps)}"
+                f"<|begin_of_image|>{'<|image|>' * count}<|end_of_image|>{made.time(index / fps)}"
                 for index in padded[::2]
             )
         text += inner if made.glm else f"<|vision_start|>{inner}<|vision_end|>"
@@ -194,6 +201,8 @@ async def test_frames_of_a_file_are_chosen_and_decoded_in_a_process(made: Made) 
     texts = ["What happens? ", " Say it."]
     if made.times:  # From the first to the last.
         chosen = np.linspace(0, 19, 4).round().astype(int).tolist()
+    elif made.time(1) == "1.0 seconds":
+        chosen = chosen_by_glm46(20, 10.0)
     else:
         chosen = torch.arange(0, 20, 20 / 4).int().tolist()
     async with engine_of(made) as engine:
@@ -234,6 +243,8 @@ async def test_videos_of_codecs_are_read_with_av(made: Made) -> None:
             container.mux(packet)
     texts = ["", " what?"]
     chosen = [0, 2, 5, 7] if made.times else [0, 2, 4, 6]
+    if made.time(1) == "1.0 seconds":
+        chosen = chosen_by_glm46(8, 4.0)
     async with engine_of(made) as engine:
         want = expected(made, texts, [frames[chosen]], chosen, 4.0, 8)
         assert await said(made, engine, texts, file.getvalue()) == want
@@ -273,6 +284,26 @@ async def test_frames_of_one_size(name: str, tmp_path: Path) -> None:
         output = [each async for each in engine.generate(prompt, params)][-1]
     assert output.error is None and len(output.prompt_token_ids) == count
     assert list(output.outputs[0].token_ids) == out[0, count:].tolist()
+
+
+def chosen_by_glm46(total: int, fps: float) -> list[int]:
+    """By the function of a module of `transformers` that takes torchvision."""
+    folder = Path(transformers.__file__).parent / "models" / "glm46v"
+    module = ast.parse((folder / "video_processing_glm46v.py").read_text())
+    nodes = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
+    [function] = [node for node in nodes if node.name == "sample_frames"]
+    names: dict[str, Any] = {"np": np, "VideoMetadata": object}
+    exec(compile(ast.Module([function], []), "<glm46v>", "exec"), names)
+    metadata = SimpleNamespace(total_num_frames=total, fps=fps, duration=total / fps)
+    chosen = names["sample_frames"](SimpleNamespace(temporal_patch_size=2), metadata)
+    return list(dict.fromkeys(chosen.tolist()))
+
+
+@pytest.mark.parametrize(
+    ("total", "fps"), [(7, 3.0), (20, 10.0), (301, 29.97), (1500, 30.0), (9100, 30.0), (90_000, 30)]
+)
+def test_frames_are_chosen_as_glm46_does(total: int, fps: float) -> None:
+    assert Glm46Sampling().indices(total, fps, 768) == chosen_by_glm46(total, fps)
 
 
 @pytest.mark.parametrize(("total", "fps"), [(1, 4.0), (7, 3.0), (300, 29.97), (9100, 30.0)])
