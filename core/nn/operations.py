@@ -22,6 +22,7 @@ from .latent.operations import LatentOperations
 from .quantized_weight import QuantizedWeight, dequantize
 from .ragged import RaggedRows
 from .routing import Routing, RoutingRule, choose_experts
+from .sdpa import sdpa
 from .state.operations import StateOperations
 from .step_operations.adapters import AdapterOperations
 from .step_operations.compaction import CompactionOperations
@@ -226,9 +227,7 @@ class Operations(
             mask = group.visible
             if distance_bias is not None:
                 mask = _biased(distance_bias.to(query.dtype), group.tokens.shape[1], mask)
-            attended = F.scaled_dot_product_attention(
-                shaped[0], shaped[1], shaped[2], attn_mask=mask, scale=scale
-            )
+            attended = sdpa(shaped[0], shaped[1], shaped[2], mask=mask, scale=scale)
             flat = attended.transpose(1, 2).reshape(-1, *query.shape[1:])
             out[group.source] = flat if group.visible is None else flat[group.place]
         return out

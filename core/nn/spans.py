@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from ..protocols.attention import AttentionSpec
 from .kv_cache.quantized_cache import KVCache, read_keys, read_values
+from .sdpa import sdpa
 
 
 class Span(NamedTuple):
@@ -55,8 +55,8 @@ def attend_in_spans(
             own = torch.arange(position, end, device=query.device)
             mask = places > own[:, None] - window
         if spec.soft_cap is None:
-            attended = F.scaled_dot_product_attention(
-                queries[None], keys[None], values[None], attn_mask=mask, scale=spec.scale,
+            attended = sdpa(
+                queries[None], keys[None], values[None], mask=mask, scale=spec.scale,
                 enable_gqa=True,
             )[0]  # fmt: skip
         else:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -106,6 +107,8 @@ class BackendSetup:
     max_num_batched_tokens: int
     """Most tokens of a step."""
     max_model_len: int
+    layers: Sequence[LayerSpec] = ()
+    """Of the model, as this rank has them."""
 
 
 @functools.cache
@@ -171,10 +174,10 @@ class PagedBackend(ABC):
     @classmethod
     def create(cls, setup: BackendSetup) -> Self:
         """Return an instance. A constructor as in version 2 of the hooks, which has the fields of
-        the setup as keywords, gets those; a warning says so."""
+        the setup as keywords, gets those but `layers`, which is newer; a warning says so."""
         if _takes_setup(cls):
             return cls(setup)
-        return cls(**vars(setup))
+        return cls(**{name: value for name, value in vars(setup).items() if name != "layers"})
 
     @abstractmethod
     def build_metadata(self, layout: BatchLayout) -> Any:
@@ -185,6 +188,11 @@ class PagedBackend(ABC):
         """Return whether a step of these rows, [num_rows] each, is faster launched than replayed
         from a graph: if the host knows the lengths, a better kernel may exist. Called if
         `mixed_graph_safe`."""
+        return False
+
+    def prepare_ahead(self) -> bool:
+        """Prepare one thing for later steps, on the thread that launches them, while no request
+        waits; return whether more is left. A request that comes meanwhile waits for it."""
         return False
 
 

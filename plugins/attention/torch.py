@@ -12,12 +12,12 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from ...core.cache.formats import QUANTIZED_FORMATS
 from ...core.cache.reach import Reach
 from ...core.nn.context import BatchLayout, CacheLevels
 from ...core.nn.kv_cache.quantized_cache import KVCache, read_keys, read_values
+from ...core.nn.sdpa import sdpa
 from ...core.protocols.attention import AttentionBackend, AttentionSpec, BackendSetup
 from .torch_levels import level_tokens, sees_all
 
@@ -341,9 +341,7 @@ class TorchAttention(AttentionBackend):
         queries = query[first:end].view(end - first, -1, group, spec.head_dim).permute(1, 2, 0, 3)
         sees_all = reach is None or reach.most_tokens >= seq_len
         if context == 0 and sees_all and extras.none(spec):
-            attended = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, scale=spec.scale
-            )
+            attended = sdpa(queries, keys, values, is_causal=True, scale=spec.scale)
             out[first:end] = attended.permute(2, 0, 1, 3).flatten(1, 2)
             return
         step = max(SCORE_ELEMENTS // (spec.num_heads * seq_len), 1)
@@ -391,7 +389,7 @@ def attend(
     sinks: one more logit for each query → query's shape. All broadcast against the logits.
     """
     if spec.soft_cap is None and bias is None and sinks is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=spec.scale)
+        return sdpa(query, key, value, mask=mask, scale=spec.scale)
     scores = torch.matmul(query.float(), key.float().transpose(-1, -2)) * spec.scale
     if spec.soft_cap is not None:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)

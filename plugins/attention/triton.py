@@ -28,7 +28,7 @@ from ...core.protocols.attention import (
     Projection,
 )
 from .torch_levels import sees_all
-from .triton_dense import Run, dense_attention, divide_rows, prefers_dense
+from .triton_dense import DensePlans, Run, causal_attention, divide_rows, prefers_dense
 
 try:
     from ...kernels.attention.decode_splits import choose_num_splits, workspace_elements
@@ -144,7 +144,11 @@ class TritonAttention(AttentionBackend):
         self._side_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._dense = device.type == "cuda" and setup.dtype != torch.float32
+        self.plans: DensePlans | None = None
+        """None: dense attention is not used."""
+        if device.type == "cuda" and setup.dtype != torch.float32:
+            most = min(setup.max_num_batched_tokens, setup.max_model_len)
+            self.plans = DensePlans(setup.layers, most, device, setup.dtype)
 
     def build_metadata(self, layout: BatchLayout) -> TritonMetadata:
         rows = layout.num_rows
@@ -154,13 +158,14 @@ class TritonAttention(AttentionBackend):
             return TritonMetadata(layout, rows, ())
         longer = np.diff(layout.query_start_cpu[: rows + 1]) != 1
         decode_rows = int(np.argmax(longer)) if longer.any() else rows
-        return TritonMetadata(
-            layout, decode_rows, divide_rows(layout, decode_rows, dense=self._dense)
-        )
+        return TritonMetadata(layout, decode_rows, divide_rows(layout, decode_rows, self.plans))
 
     def prefers_launch(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> bool:
         """Prefer it for large steps of long prompts alone, which torch's dense attention takes."""
-        return self._dense and prefers_dense(query_lens, seq_lens)
+        return self.plans is not None and prefers_dense(query_lens, seq_lens, self.plans)
+
+    def prepare_ahead(self) -> bool:
+        return self.plans is not None and self.plans.prepare_next()
 
     def forward(
         self,
@@ -176,7 +181,7 @@ class TritonAttention(AttentionBackend):
     ) -> torch.Tensor:
         layout, rows, runs = metadata.layout, metadata.num_decode_rows, metadata.runs
         if len(runs) == 1 and not rows and runs[0].is_dense(spec):
-            return dense_attention(spec, query, key, value, runs[0])
+            return causal_attention(query, key, value, spec.scale, runs[0].dense_length)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         slopes = None if spec.alibi_slopes is None else self._slopes(spec.alibi_slopes)
         call = LayerCall(

@@ -12,7 +12,7 @@ from ...core.protocols.attention import AttentionSpec
 from ...kernels.attention.leveled_attention import leveled_attention
 from ...kernels.attention.paged_attention_decode import paged_attention_decode
 from ...kernels.attention.paged_attention_prefill import paged_attention_prefill
-from .triton_dense import Run, dense_attention
+from .triton_dense import Run, causal_attention
 
 
 class LayerCall(NamedTuple):
@@ -76,7 +76,9 @@ class LayerCall(NamedTuple):
     def dense(self, run: Run) -> None:
         """Compute a run by torch's attention: nothing is cached of its rows."""
         query, key, value = (part[run.tokens] for part in (self.query, self.key, self.value))
-        self.out[run.tokens] = dense_attention(self.spec, query, key, value, run)
+        self.out[run.tokens] = causal_attention(
+            query, key, value, self.spec.scale, run.dense_length
+        )
 
 
 def layer_arguments(spec: AttentionSpec) -> dict[str, Any]:

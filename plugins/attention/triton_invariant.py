@@ -31,6 +31,9 @@ class InvariantTritonAttention(TritonAttention):
     def prefers_launch(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> bool:
         return False
 
+    def prepare_ahead(self) -> bool:
+        return False
+
     def plan_projection(self, layer: ProjectedLayer) -> None:
         return None
 

@@ -17,6 +17,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Shard, WeightMap
 from ...core.nn.context import BuildContext, EncodeContext
 from ...core.nn.ragged import RaggedRows
+from ...core.nn.sdpa import sdpa
 from ...core.parts.encoder_decoder import FeatureShape
 from ...core.protocols.audio import SpeechTokens
 from .decoder import QKV_SHARDS
@@ -192,7 +193,7 @@ class WhisperForConditionalGeneration(EncoderDecoderLM):
         for number, layer in enumerate(decoder.layers):
             own, norm = layer.self_attn, layer.self_attn_layer_norm
             query, key, value = _heads(own.qkv_proj(hidden, norm=norm), 3, own.head_dim)
-            read = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            read = sdpa(query, key, value, is_causal=True)
             hidden = own.project(hidden, read.transpose(0, 1).flatten(1))
             cross, norm = layer.encoder_attn, layer.encoder_attn_layer_norm
             [query] = _heads(cross.query(hidden, norm=norm), 1, cross.head_dim)

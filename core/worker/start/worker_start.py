@@ -260,7 +260,7 @@ class WorkerStart:
             for module in itertools.chain(*(each.modules() for each in modules)):
                 if isinstance(module, Rotary):
                     module.fill(positions)
-        backend = self._backend(chosen, length, config.max_num_seqs)
+        backend = self._backend(chosen, length, config.max_num_seqs, specs)
         batch = self._batch(operations, length, num_groups=len(groups), **sizes)
         runner: ModelRunner | PoolingRunner
         if self.model_config.pooling is not None:
@@ -323,7 +323,13 @@ class WorkerStart:
             self._mapped,
         )  # fmt: skip
 
-    def _backend(self, chosen: ChosenBackend, max_model_len: int, num_rows: int) -> PagedBackend:
+    def _backend(
+        self,
+        chosen: ChosenBackend,
+        max_model_len: int,
+        num_rows: int,
+        layers: Sequence[LayerSpec] = (),
+    ) -> PagedBackend:
         with self.plugins[chosen.kind].calling(chosen.name, "its constructor"):
             setup = BackendSetup(
                 device=self.device,
@@ -332,6 +338,7 @@ class WorkerStart:
                 max_num_seqs=num_rows,
                 max_num_batched_tokens=self._max_num_batched_tokens,
                 max_model_len=max_model_len,
+                layers=tuple(layers),
             )
             return chosen.backend_class.create(setup)
 
@@ -357,7 +364,7 @@ class WorkerStart:
         own = choose_attention(
             self.plugins, config, kind, specs, self.device, dtype, formats=formats, needs=needs
         )
-        return self._backend(own, max_model_len, self.config.max_num_seqs)
+        return self._backend(own, max_model_len, self.config.max_num_seqs, specs)
 
     @staticmethod
     def _bind(starts: Sequence[PartStart], caches: Sequence[Mapping[str, torch.Tensor]]) -> None:

@@ -229,7 +229,7 @@ def test_a_file_that_is_cut_off_is_replayed_as_far_as_it_goes(
 ) -> None:
     part = tmp_path / "part"
     data = recording.read_bytes()
-    part.write_bytes(data[: len(data) // 2])
+    part.write_bytes(data[:-1])  # Surely within a frame.
     outcome = replayed(part)
     assert outcome.cut_off and 3 < outcome.num_steps
 
