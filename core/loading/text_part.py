@@ -47,13 +47,18 @@ def inner_name(name: str) -> str | None:
 
 
 def text_config(
-    file: Path, raw: dict[str, Any], read: Read, architecture: str, types: Mapping[str, str]
+    file: Path,
+    raw: dict[str, Any],
+    read: Read,
+    architecture: str,
+    types: Mapping[str, str],
+    registered: bool,
 ) -> tuple[Any, Any]:
-    """Return the text part's configuration, and the whole's (None for a type that `transformers`
-    does not know).
+    """Return the text part's configuration, and the whole's (None for a type that nobody knows).
 
     architecture: of the text part; "": that of its type in `types`, its configuration's, or its
-    type's in `transformers`. Raises ConfigError.
+    type's in `transformers`. registered: a plugin has a configuration class for the whole, which
+    need be no type of `transformers`. Raises ConfigError.
     """
     from transformers import CONFIG_MAPPING
 
@@ -61,7 +66,7 @@ def text_config(
     outer: Any = None
     if not architecture and isinstance(inner.get("model_type"), str):
         architecture = types.get(inner["model_type"], "")
-    if raw.get("model_type") in CONFIG_MAPPING:
+    if registered or raw.get("model_type") in CONFIG_MAPPING:
         outer = read(raw, None)
         config = copy.copy(outer.get_text_config(decoder=True))
         architecture = architecture or types.get(config.model_type, "")

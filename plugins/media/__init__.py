@@ -36,6 +36,7 @@ MODELS = {
     "LlavaForConditionalGeneration": "llava:Llava",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevision",
     "LlavaNextVideoForConditionalGeneration": "llava_next_video:LlavaNextVideo",
+    **dict.fromkeys(("MiniCPMO", "MiniCPMV"), "minicpmv_resampled:MiniCPMVResampled"),
     "MiniCPMV4_6ForConditionalGeneration": "minicpmv:MiniCPMV",
     "Mistral3ForConditionalGeneration": "pixtral:Mistral3",
     "Qwen2AudioForConditionalGeneration": "whisper_like:Qwen2Audio",

@@ -80,7 +80,7 @@ class TransformersEncoder(nn.Module):
                 module.num_batches_tracked = None  # Only training counts.
         # Each model inside, the innermost first, knows the buffers of its own modules.
         for module in reversed(list(whole.modules())):
-            if isinstance(module, PreTrainedModel):
+            if isinstance(module, PreTrainedModel) or module is whole:
                 allocate(module, build)
         self.hf = whole
         names = frozenset(name for name, _ in self.named_parameters())

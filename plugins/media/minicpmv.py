@@ -17,48 +17,55 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class MiniCPMVProcessor(ImageProcessor):
+class SlicesProcessor(ImageProcessor):
+    """What stands for a picture, its slices, and its number."""
+
     def __init__(self, setup: MediaSetup) -> None:
         super().__init__(setup)
         self._tokenize = self.tokenizer()
         self._around = self.token("<image>"), self.token("</image>")
         self._around_slice = self.token("<slice>"), self.token("</slice>")
-        self._around_number = self.token("<image_id>"), self.token("</image_id>")
-        self._per_token = 4 if self.images.downsample_mode == "4x" else 16
+        self._number_end = self.token("</image_id>")
+        # Some tokenizers put a space before a text, but not behind a token.
+        self._line_end = self._tokenize("</slice>\n<slice>")[1:-1]
 
-    def image(self, image: Image) -> ProcessedMedia:
-        made: Mapping[str, Any] = self.images(images=[image], return_tensors="np")
-        sizes = np.asarray(made["target_sizes"])
-        first, *slices = (int(count) for count in sizes.prod(axis=-1) // self._per_token)
-        tokens = self._part(first, self._around)
-        _, columns = made["grids"][0]
+    def of_slices(
+        self, tensors: Mapping[str, np.ndarray], whole: int, slices: Sequence[int], columns: int
+    ) -> ProcessedMedia:
+        """Return a picture of so many rows, with slices of so many, in lines of `columns`."""
+        tokens = self._part(whole, self._around)
         for number, count in enumerate(slices):
             if number and number % columns == 0:
-                tokens += self._tokenize("\n")
+                tokens += self._line_end
             tokens += self._part(count, self._around_slice)
-        return ProcessedMedia(
-            {"pixel_values": np.asarray(made["pixel_values"]), "target_sizes": sizes},
-            tokens,
-            [token == self.placeholder_id for token in tokens],
-        )
+        return ProcessedMedia(tensors, tokens, [token == self.placeholder_id for token in tokens])
 
     def _part(self, count: int, around: tuple[int, int]) -> list[int]:
         return [around[0], *self.repeated(count), around[1]]
 
     def arranged(self, token_ids: Sequence[int]) -> list[int]:
         """Put each picture's number before it, unless it is there."""
-        begin, end = self._around_number
         if not self.images.use_image_id:
             return list(token_ids)
         tokens: list[int] = []
         number = 0
         for token in token_ids:
             if token == self.placeholder_id:
-                if tokens[-1:] != [end]:
-                    tokens += [begin, *self._tokenize(str(number)), end]
+                if tokens[-1:] != [self._number_end]:
+                    tokens += self._tokenize(f"<image_id>{number}</image_id>")
                 number += 1
             tokens.append(token)
         return tokens
+
+
+class MiniCPMVProcessor(SlicesProcessor):
+    def image(self, image: Image) -> ProcessedMedia:
+        made: Mapping[str, Any] = self.images(images=[image], return_tensors="np")
+        sizes = np.asarray(made["target_sizes"])
+        per_row = 4 if self.images.downsample_mode == "4x" else 16
+        whole, *slices = (int(count) for count in sizes.prod(axis=-1) // per_row)
+        tensors = {"pixel_values": np.asarray(made["pixel_values"]), "target_sizes": sizes}
+        return self.of_slices(tensors, whole, slices, made["grids"][0][1])
 
 
 class MiniCPMVEncoder(TransformersEncoder):

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 OPTION = "mm_processor_kwargs"
-LOWERABLE = ("max_pixels", "max_patches", "max_soft_tokens", "max_image_tokens", "max_tiles")
+LOWERABLE = (
+    "max_pixels", "max_patches", "max_soft_tokens", "max_image_tokens", "max_tiles",
+    "max_slice_nums",
+)  # fmt: skip
 """Options that bound what a picture takes."""
 NORMALISATION = "normalisation"
 """Name of a tensor [3, 3] beside pixels in bytes: by what the encoder multiplies them, what it

@@ -227,6 +227,7 @@ CONFIGS = {
     "longcat_flash_ngram": "longcat_config:LongcatNgramConfig",
     "mimo_v2": "mimo_v2_config:MiMoV2Config",
     "minicpm": "MiniCPMConfig",
+    **dict.fromkeys(("minicpmo", "minicpmv"), "whole_configs:MiniCPMVConfig"),
     **dict.fromkeys(("RefinedWeb", "RefinedWebModel"), "RefinedWebConfig"),
     **dict.fromkeys(("minimax_m1", "minimax_text_01"), "MiniMaxText01Config"),
     "nemotron_h_puzzle": "nemotron_puzzle_config:NemotronPuzzleConfig",

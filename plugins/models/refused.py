@@ -57,7 +57,7 @@ REFUSED = {
         "VoxtralRealtimeForConditionalGeneration",
     ),
     "it reads pictures by code that only its checkpoint has": (
-        "DeepseekOCRForCausalLM", "DeepseekVLV2ForCausalLM", "MiniCPMO", "MiniCPMV",
+        "DeepseekOCRForCausalLM", "DeepseekVLV2ForCausalLM",
         "Phi3VForCausalLM", "Phi4MMForCausalLM",
     ),
     "it reads recordings by code that only its checkpoint has, and its text part is another's": (
@@ -98,8 +98,7 @@ REFUSED = {
 if possible."""
 ELSEWHERE = (
     "DeepseekOCRForCausalLM", "DeepseekVLV2ForCausalLM",
-    "Fairseq2LlamaForCausalLM",
-    "InklingForConditionalGeneration", "MiniCPMO", "MiniCPMV",
+    "Fairseq2LlamaForCausalLM", "InklingForConditionalGeneration",
     "PaddleOCRVLForConditionalGeneration",
     "PanguProMoEV2ForCausalLM", "Phi3VForCausalLM", "Phi4MMForCausalLM",
     "StableLMEpochForCausalLM", "UltravoxModel",

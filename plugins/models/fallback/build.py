@@ -109,9 +109,9 @@ def allocate(model: Any, build: BuildContext) -> None:
 
     Buffers that checkpoints have become parameters. Raises ConfigError for others.
     """
-    wide = [*(model._keep_in_fp32_modules_strict or ())]
+    wide = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
     if build.dtype == torch.float16:
-        wide += model._keep_in_fp32_modules or ()
+        wide += getattr(model, "_keep_in_fp32_modules", None) or ()
     parameters: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):

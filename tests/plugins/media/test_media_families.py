@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hearing_models
+import published_models
 import pytest
 import seeing_models
 import torch
@@ -43,7 +44,9 @@ STATES = (
 """Of models with states, of which a few are kept: a hit ends at one of these."""
 
 
-FAMILIES: dict[str, Any] = {**seeing_models.FAMILIES, **hearing_models.FAMILIES}
+FAMILIES: dict[str, Any] = {
+    **seeing_models.FAMILIES, **hearing_models.FAMILIES, **published_models.FAMILIES,
+}  # fmt: skip
 
 
 TALLEST = 110
@@ -99,20 +102,25 @@ class Made(NamedTuple):
 
 SLOW = (seeing_models.OCR, seeing_models.PHI)
 """Whose pictures are long: the kit alone tests them by day."""
+NIGHTLY = (*SLOW, "MiniCPMO")
+"""And those that differ from another by their text part."""
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        pytest.param(name, marks=[pytest.mark.slow] if name in NIGHTLY else [])
         for name in sorted(FAMILIES)
     ],
 )
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("family")
-    hears = request.param in hearing_models.FAMILIES
-    save = hearing_models.save if hears else seeing_models.save
-    return Made(folder, save(request.param, folder), "audio" if hears else "image")
+    name = request.param
+    models = next(
+        each for each in (seeing_models, hearing_models, published_models) if name in each.FAMILIES
+    )
+    hears = models is hearing_models or name in published_models.HEARING
+    return Made(folder, models.save(name, folder), "audio" if hears else "image")
 
 
 def architecture(made: Made) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import hearing_models
+import published_models
 import pytest
 import torch
 from seeing_models import FAMILIES, picture, save
@@ -32,7 +33,11 @@ LLAVA = "LlavaForConditionalGeneration"
 class OfFamily(MediaModelKit):
     @classmethod
     def write(cls, folder: Path) -> None:
-        (hearing_models.save if cls.name in hearing_models.FAMILIES else save)(cls.name, folder)
+        for models in (hearing_models, published_models):
+            if cls.name in models.FAMILIES:
+                models.save(cls.name, folder)
+                return
+        save(cls.name, folder)
 
 
 ROWS_ALONE: dict[str, dict[str, str]] = {"image": {}}
@@ -54,7 +59,7 @@ def given_as_rows(name: str) -> dict[str, dict[str, str]]:
     return next((own for begin, own in GIVEN_AS_ROWS.items() if name.startswith(begin)), {})
 
 
-for _name in (*FAMILIES, *hearing_models.FAMILIES):
+for _name in (*FAMILIES, *hearing_models.FAMILIES, *published_models.FAMILIES):
     globals()[f"Test{_name}"] = type(
         f"Test{_name}", (OfFamily,), {"name": _name, "given_as_rows": given_as_rows(_name)}
     )

@@ -1,0 +1,55 @@
+"""Configurations of multimodal checkpoints whose classes are in code of their own: of the whole,
+with that of the text part as `text_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from transformers import (
+    Idefics2VisionConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from ...core.protocols.field_kinds import COUNT, OBJECT, FieldKind
+from .configs import wrong
+
+HEAD_DIM = 128
+"""Of MiniCPM-V's resampler."""
+
+
+class MiniCPMVConfig:
+    """MiniCPM-V and MiniCPM-o, whose text part's fields stand among those of the whole."""
+
+    config_fields: ClassVar[Mapping[str, FieldKind]] = {
+        "hidden_size": COUNT.required(), "query_num": COUNT.required(),
+        "vision_config": OBJECT.required(),
+    }  # fmt: skip
+    text_configs: ClassVar[Mapping[str, type[Any]]] = {
+        "2.6": Qwen2Config, "4.0": LlamaConfig, "4.5": Qwen3Config,
+    }  # fmt: skip
+    """By version. Others have another tower or resampler."""
+    of_parts = ("vision_config", "audio_config", "tts_config", "slice_config")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        version = config_dict.get("version")
+        if str(version) not in cls.text_configs:
+            raise wrong("version", version, f"one of {', '.join(cls.text_configs)} for this model")
+        if config_dict["hidden_size"] % HEAD_DIM:
+            raise wrong("hidden_size", config_dict["hidden_size"], f"a multiple of {HEAD_DIM}")
+        dropped = {*cls.of_parts, "model_type", "architectures", "auto_map"}
+        text = {name: value for name, value in config_dict.items() if name not in dropped}
+        vision = {k: v for k, v in config_dict["vision_config"].items() if k != "model_type"}
+        if config_dict.get("drop_vision_last_layer"):
+            vision["num_hidden_layers"] -= 1
+        return PreTrainedConfig(
+            architectures=config_dict["architectures"],
+            text_config=cls.text_configs[str(version)](**text),
+            vision_config=Idefics2VisionConfig(**vision),
+            query_num=config_dict["query_num"],
+            tie_word_embeddings=bool(config_dict.get("tie_word_embeddings")),
+        )

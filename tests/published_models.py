@@ -1,0 +1,235 @@
+"""Tiny random checkpoints of multimodal families in the form in which they were published, whose
+code `transformers` does not have: its modules where it has the parts, put together by their
+definition."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from seeing_models import TEMPLATE, TEXT, randomize, tokenizer_with
+from torch import nn
+
+
+class Family(NamedTuple):
+    """How a family's checkpoint is made."""
+
+    kind: type[Published]
+    config: dict[str, Any]
+    """config.json."""
+    options: dict[str, Any]
+    """preprocessor_config.json."""
+    specials: tuple[str, ...]
+    """Special tokens: ids from 300 on."""
+    written: str
+    """What a prompt has for an item."""
+    reference: Callable[[Path], Any]
+    """Folder → what makes inputs of items and text."""
+
+
+class Published(nn.Module):
+    """A whole model. Its parts have the names of published tensors."""
+
+    text_prefix: str
+    """In front of the names of the text part's tensors."""
+    placeholder: int = 300
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = config
+        self.text = self.create_text(config)
+        self.create(config)
+
+    def create_text(self, config: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def create(self, config: dict[str, Any]) -> None:
+        """Set the other parts."""
+        raise NotImplementedError
+
+    def rows(self, **inputs: Any) -> torch.Tensor:
+        """Return all items' rows."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the checkpoint's."""
+        text = {self.text_prefix + name: t for name, t in self.text.state_dict().items()}
+        others = self.state_dict().items()
+        return text | {name: t for name, t in others if not name.startswith("text.")}
+
+    def generate(self, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        own = {n: inputs.pop(n) for n in list(inputs) if n in ("max_new_tokens", "do_sample",
+               "suppress_tokens", "attention_mask")}  # fmt: skip
+        embeds = self.text.get_input_embeddings()(input_ids)
+        if inputs:
+            rows = self.rows(**inputs)
+            places = (input_ids == self.placeholder)[..., None]
+            assert int(places.sum()) == len(rows)
+            embeds = embeds.masked_scatter(places, rows)
+        out = self.text.generate(inputs_embeds=embeds, **own)
+        return torch.cat([input_ids, out], dim=1)
+
+
+# ---------------------------------------------------------------- MiniCPM-V
+
+
+WIDE: dict[str, Any] = {**TEXT, "hidden_size": 256}
+"""The resampler's heads have a width of 128."""
+
+
+class MiniCPMV(Published):
+    """Version 4.5, of Qwen3; others differ in the text part alone."""
+
+    text_prefix = "llm."
+    text_class = transformers.Qwen3ForCausalLM
+
+    def create_text(self, config: dict[str, Any]) -> Any:
+        return self.text_class(self.text_class.config_class(**WIDE))
+
+    def create(self, config: dict[str, Any]) -> None:
+        from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
+
+        vision = transformers.Idefics2VisionConfig(**config["vision_config"])
+        self.vpm = Idefics2VisionTransformer(vision)
+        width, kv_width = WIDE["hidden_size"], vision.hidden_size
+        tensors = {
+            "query": (config["query_num"], width), "proj": (width, width),
+            "kv_proj.weight": (width, kv_width), "attn.in_proj_weight": (3 * width, width),
+            "attn.in_proj_bias": (3 * width,), "attn.out_proj.weight": (width, width),
+            "attn.out_proj.bias": (width,),
+            **{f"ln_{part}.{of}": (width,) for part in ("q", "kv", "post")
+               for of in ("weight", "bias")},
+        }  # fmt: skip
+        self.resampler = {name: torch.randn(shape) * 0.2 for name, shape in tensors.items()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        own = {f"resampler.{name}": tensor for name, tensor in self.resampler.items()}
+        return super().tensors() | own
+
+    def rows(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([self.resampled(part) for part in parts])
+
+    def resampled(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a picture or slice, [3, height, width]."""
+        own, patch = self.resampler, self.config["vision_config"]["patch_size"]
+        height, width = (side // patch for side in pixels.shape[1:])
+        mask = torch.ones(1, height, width, dtype=torch.bool)
+        [patches] = self.vpm(pixels[None], patch_attention_mask=mask).last_hidden_state
+        values = self.normed(patches @ own["kv_proj.weight"].T, "kv")
+        keys = values.clone()
+        size = values.shape[-1]
+        for place in range(height * width):
+            row, column = divmod(place, width)
+            for number in range(size // 4):
+                angle = torch.tensor([column, row]) / 10000 ** (number / (size // 4))
+                keys[place, number :: size // 2] += angle.sin()
+                keys[place, size // 4 + number :: size // 2] += angle.cos()
+        queries = self.normed(own["query"], "q")
+        made = []
+        for weight, bias, states in zip(
+            own["attn.in_proj_weight"].chunk(3), own["attn.in_proj_bias"].chunk(3),
+            (queries, keys, values), strict=True,
+        ):  # fmt: skip
+            made.append((states @ weight.T + bias).unflatten(-1, (-1, 128)).transpose(0, 1))
+        weights = (made[0] @ made[1].transpose(1, 2) / 128**0.5).softmax(-1)
+        read = (weights @ made[2]).transpose(0, 1).flatten(1)
+        read = read @ own["attn.out_proj.weight"].T + own["attn.out_proj.bias"]
+        return self.normed(read, "post") @ own["proj"]
+
+    def normed(self, states: torch.Tensor, part: str) -> torch.Tensor:
+        weight, bias = (self.resampler[f"ln_{part}.{name}"] for name in ("weight", "bias"))
+        return torch.nn.functional.layer_norm(states, weight.shape, weight, bias, 1e-6)
+
+
+class MiniCPMO(MiniCPMV):
+    """Version 2.6, of Qwen2."""
+
+    text_class = transformers.Qwen2ForCausalLM
+
+
+def minicpmv_reference(folder: Path) -> Any:
+    """By the image processor of 4.6, whose sizes are multiples of two patches there."""
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+
+    class Images(transformers.MiniCPMV4_6ImageProcessorPil):
+        def reshape_by_patch(self, image: Any, patch_size: int) -> Any:
+            return super().reshape_by_patch(image, 2 * patch_size)
+
+    images_of = Images(
+        patch_size=4, downsample_mode="4x", scale_resolution=64, max_slice_nums=4,
+    )  # fmt: skip
+
+    def process(images: Any, text: str, return_tensors: str) -> dict[str, Any]:
+        first, *others = text.split("<unk>")
+        unks = 6 * "<unk>"
+        parts: list[torch.Tensor] = []
+        for number, (image, words) in enumerate(zip(images or (), others, strict=True)):
+            made = images_of(images=[image], return_tensors="pt")
+            sizes = [(int(h) // 2, int(w) // 2) for h, w in made["target_sizes"]]
+            lengths = [h * w * 8 for h, w in sizes]
+            for (h, w), patches in zip(
+                sizes, made["pixel_values"][0].split(lengths, dim=-1), strict=True
+            ):
+                grid = patches.unflatten(-1, (h, w, 8)).permute(0, 2, 1, 3, 4)
+                parts.append(grid.reshape(3, h * 8, w * 8))
+            rows, columns = made["grids"][0]
+            lines = "\n".join([f"<slice>{unks}</slice>" * columns] * rows)
+            first += f"<image_id>{number}</image_id><image>{unks}</image>{lines}{words}"
+        inputs = dict(tokenizer(first, return_tensors="pt", add_special_tokens=False))
+        return {**inputs, **({"parts": parts} if parts else {})}
+
+    return process
+
+
+MINICPMV = Family(
+    MiniCPMV,
+    {
+        **WIDE, "architectures": ["MiniCPMV"], "model_type": "minicpmv", "version": 4.5,
+        "auto_map": {"AutoConfig": "configuration_minicpm.MiniCPMVConfig"}, "query_num": 6,
+        "drop_vision_last_layer": False, "slice_mode": True, "use_image_id": True,
+        "slice_config": {"max_slice_nums": 4, "model_type": "minicpmv"}, "patch_size": 8,
+        "vision_config": {
+            "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 80, "patch_size": 8,
+        },
+    },
+    {
+        "image_processor_type": "MiniCPMVImageProcessor", "max_slice_nums": 4,
+        "scale_resolution": 64, "patch_size": 8, "use_image_id": True, "slice_mode": True,
+        "image_feature_size": 6, "norm_mean": [0.5] * 3, "norm_std": [0.5] * 3, "version": 4.5,
+    },
+    ("<unk>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"),
+    "<unk>", minicpmv_reference,
+)  # fmt: skip
+FAMILIES = {
+    "MiniCPMV": MINICPMV,
+    "MiniCPMO": MINICPMV._replace(
+        kind=MiniCPMO,
+        config=MINICPMV.config
+        | {"architectures": ["MiniCPMO"], "model_type": "minicpmo", "version": "2.6"},
+    ),
+}
+HEARING: tuple[str, ...] = ()
+"""Those that take recordings."""
+
+
+def save(architecture: str, folder: Path, **changes: Any) -> Any:
+    """Save a random model with all that it needs; return the model."""
+    family = FAMILIES[architecture]
+    torch.manual_seed(7)
+    config = {**copy.deepcopy(family.config), **changes}
+    model = family.kind(config).float().eval()
+    randomize(model)
+    tensors = {name: tensor.contiguous() for name, tensor in model.tensors().items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    template = TEMPLATE.replace("PICTURE", family.written)
+    tokenizer_with(family.specials, template).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(family.options))
+    return model
