@@ -309,11 +309,8 @@ class PersistentBatch:
         """Return each group's layout from device tensors. `bounds`: see `BatchLayout.of`."""
         count, columns = self.num_groups, self.table.columns
         bounds["bounded"] = self.num_drafts > 0
+        bounds |= self.compression(inputs.positions)
         places = [inputs.slot_mapping]
-        if self.table.dropped is not None:
-            bounds["positions"] = inputs.positions
-        if self._levels is not None:
-            bounds["levels"] = self._levels
         if count > 1:
             places += self.operations.slot_mappings(
                 inputs.block_table, columns, query_start,
@@ -332,6 +329,20 @@ class PersistentBatch:
             )
             for number, slot_mapping in enumerate(places)
         )
+
+    def compression(self, positions: torch.Tensor) -> dict[str, Any]:
+        """Return what `BatchLayout.of` needs where caches lose tokens. positions: [T]"""
+        more: dict[str, Any] = {}
+        if self.table.dropped is not None:
+            more["positions"] = positions
+        if self._levels is not None:
+            more["levels"] = self._levels
+        return more
+
+    def cache_places(self, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Return the places of these slots' positions in their caches: less what was dropped."""
+        dropped = self.table.dropped
+        return positions if dropped is None else positions - dropped[slots]
 
     def _cache_places(
         self, inputs: DecodeTensors | StepTensors, query_start: torch.Tensor

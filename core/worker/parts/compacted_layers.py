@@ -34,6 +34,9 @@ class CompactedLayer(ABC):
     """[num_heads, head_dim] of queries as the layer keeps them (`query_ring`)."""
     recent: bool = False
     """Whether the layer has a window or chunks: the most recent tokens stay."""
+    drafts: bool = False
+    """Whether the layer is of a speculator's model: its first tokens and the most recent ones stay,
+    as many as in the served model's layers, whose blocks it shares."""
     mergeable = False
     """Whether values can be replaced."""
 
@@ -186,12 +189,15 @@ class LatentLayer(CompactedLayer):
 
 
 def compacted_layers(
-    layers: Sequence[CacheLayer], max_model_len: int
+    layers: Sequence[CacheLayer], max_model_len: int, *, drafts: bool = False
 ) -> tuple[CompactedLayer, ...]:
-    """Return the layers as compaction sees them, in order."""
-    return tuple(
+    """Return the layers as compaction sees them, in order. drafts: of a speculator's model."""
+    own = tuple(
         LatentLayer(layer)
         if isinstance(layer, LatentAttention)
         else KeyValueLayer(layer, max_model_len)
         for layer in layers
     )
+    for layer in own:
+        layer.drafts = drafts
+    return own

@@ -43,6 +43,7 @@ class LayerKind:
     num_kv_heads: int
     recent: bool
     """Whether the most recent tokens stay, instead of chosen ones."""
+    drafts: bool
     numbers: tuple[int, ...]
 
 
@@ -76,11 +77,11 @@ class Compactor:
     @cached_property
     def _kinds(self) -> tuple[LayerKind, ...]:
         """Layers with a window or chunks are left out if they have groups of their own."""
-        found: dict[tuple[int, int, bool], list[int]] = {}
+        found: dict[tuple[int, int, bool, bool], list[int]] = {}
         whole = {layer.group for layer in self._layers if not layer.recent}
         for number, layer in enumerate(self._layers):
             if layer.group in whole:
-                key = layer.group, layer.spec.num_kv_heads, layer.recent
+                key = layer.group, layer.spec.num_kv_heads, layer.recent, layer.drafts
                 found.setdefault(key, []).append(number)
         return tuple(LayerKind(*key, tuple(numbers)) for key, numbers in found.items())
 
@@ -93,7 +94,8 @@ class Compactor:
         sent = self._send(compactions)
         for kind in self._kinds:
             # With merging, each layer at once: merged values of all layers take too much memory.
-            step = 1 if self._merges and not kind.recent else len(kind.numbers)
+            merges = self._merges and not (kind.recent or kind.drafts)
+            step = 1 if merges else len(kind.numbers)
             for first in range(0, len(kind.numbers), step):
                 numbers = kind.numbers[first : first + step]
                 moves = self._moves(kind, len(numbers), compactions, sent)
@@ -103,7 +105,7 @@ class Compactor:
                     continue
                 merged = self._choose(numbers, compactions, moves, failures)
                 self._move(numbers, moves)
-                if self._merges:
+                if merges:
                     self._write_merged(numbers[0], moves, merged)
         return failures
 
@@ -210,9 +212,9 @@ class Compactor:
         length = count + int(self._table.num_dropped[compaction.slot])
         scores = self._scores.scores(numbers, blocks, count, compaction.slot, length)
         self._operations.best_tokens(scores, chosen)
-        if not self._merges:
-            return None
         layer = self._layers[numbers[-1]]
+        if not self._merges or layer.drafts:
+            return None
         keys, values = layer.read(blocks.long(), self._dtype, values=True)
         keys, values = keys[:count], values[:count]
         merged = self._compressor.merged_values(layer.spec, keys, values, chosen[-1].long())
@@ -241,13 +243,18 @@ def load_compressor(
     layers: Sequence[CacheLayer],
     cache_dtype: torch.dtype,
     max_model_len: int,
+    drafting: Sequence[CacheLayer] = (),
 ) -> KVCompressor | None:
-    """Return the configured compressor; None: levels keep all tokens.
+    """Return the configured compressor; None: levels keep all tokens. drafting: layers of a
+    speculator's model.
 
     Raises ConfigError if a layer's cache cannot be compacted by it.
     """
     name, leveled = config.kv_compression, config.kv_compression_levels is not None
     reasons = [layer_refusal(layer, cache_dtype) for layer in layers]
+    for layer in drafting:
+        if (reason := layer_refusal(layer, cache_dtype)) is not None:
+            reasons.append(f"in the model that drafts (speculative_config), {reason}")
     if name is None:
         _refuse("kv_compression_levels: they cannot serve", reasons)
         return None

@@ -193,10 +193,3 @@ def _check(
             f"reads the inputs of layers {list(needs.taps)}, and its tapped_layers tell other "
             f"stages to pass on those of {list(passed_on)} (pipeline_parallel_size)"
         )
-    caches = needs.model is not None and cache_layers(needs.model)
-    if caches and start.config.compresses_kv:
-        raise refuse(
-            "has layers that cache keys and values in the blocks of the served model's, which KV "
-            "compression would have to compact by scores of their own: take ngram, suffix, medusa "
-            "or mlp_speculator, or leave compression out"
-        )

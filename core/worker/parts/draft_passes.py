@@ -87,7 +87,7 @@ class ProposalRows:
     starts: torch.Tensor
     """[R] int64: each row's first token in the step."""
     bounds: np.ndarray
-    """[R] Upper bounds of lengths, without the newest token."""
+    """[R] Upper bounds of cached tokens, without the newest one."""
 
 
 class DraftPasses:
@@ -113,7 +113,6 @@ class DraftPasses:
         self._model, self._num_drafts = model, num_drafts
         self.batch, self._sampling, self._layers = batch, sampling, tuple(layers)
         self._backend, self.states = backend, states
-        assert not layers or batch.table.dropped is None, "their caches are not compacted"
         self._longest = longest
         self._noise = TokenNoise(sampling.vocab_size, batch.device)
         self._samples = samples
@@ -142,7 +141,8 @@ class DraftPasses:
         lens = query_start.diff().long()
         row_of = torch.repeat_interleave(order, lens, output_size=int(rows.query_start[-1]))
         sizes = {
-            "query_start_cpu": rows.query_start, "seq_lens_cpu": rows.seq_lens,
+            "query_start_cpu": rows.query_start,
+            "seq_lens_cpu": rows.seq_lens - batch.table.num_dropped[slots],
             "block_size": batch.block_size,
         }  # fmt: skip
         return PassRows(device_slots, query_start, row_of, sizes)
@@ -178,7 +178,7 @@ class DraftPasses:
         num_tokens = len(step.row_of)
         tensors = batch.operations.step_inputs(
             step.query_start, step.slots, step.slots, num_tokens, self._lengths,
-            table.token_history, table.block_table, batch.block_size,
+            table.token_history, table.block_table, batch.block_size, **table.compression,
         )  # fmt: skip
         layouts = batch.layouts(tensors, step.query_start, slots=step.slots, **step.sizes)
         positions = tensors.positions
@@ -206,7 +206,8 @@ class DraftPasses:
         upload.add(slots)
         upload.add(starts)
         device_slots, device_starts = upload.send()
-        bounds = self.batch.table.length_bounds[slots]
+        table = self.batch.table
+        bounds = table.length_bounds[slots] - table.num_dropped[slots]
         return ProposalRows(device_slots, device_starts, bounds)
 
     def recorded(
@@ -241,7 +242,9 @@ class DraftPasses:
         it in its block → [R, groups, columns] int32."""
         batch, number = self.batch, self._num_own
         columns = batch.table.columns
-        first = (lengths - 1).div(batch.block_size, rounding_mode="floor")
+        first = self.batch.cache_places(lengths - 1, slots).div(
+            batch.block_size, rounding_mode="floor"
+        )
         whole = batch.table.block_table[slots].view(len(slots), -1, columns)
         whole = torch.nn.functional.pad(whole[:, : batch.num_groups], (0, number))
         order = torch.arange(columns + number, device=slots.device)
@@ -261,9 +264,10 @@ class DraftPasses:
         self, table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, bounds: np.ndarray
     ) -> ForwardContext:
         """Return the context of one token per row. table: [R, groups, columns]; positions: [R];
-        bounds: [R] of lengths with it."""
+        bounds: [R] of cached tokens with it."""
         size, num_rows = self.batch.block_size, len(slots)
-        columns = positions.div(size, rounding_mode="floor")
+        places = self.batch.cache_places(positions, slots)
+        columns = places.div(size, rounding_mode="floor")
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=slots.device)
         starts_cpu = np.arange(num_rows + 1, dtype=np.int32)
         layouts = []
@@ -272,14 +276,15 @@ class DraftPasses:
             layouts.append(
                 BatchLayout.of(
                     query_start=starts,
-                    seq_lens=(positions + 1).int(),
+                    seq_lens=(places + 1).int(),
                     block_table=table[:, group],
-                    slot_mapping=blocks * size + positions % size,
+                    slot_mapping=blocks * size + places % size,
                     query_start_cpu=starts_cpu,
                     seq_lens_cpu=bounds,
                     block_size=size,
                     group=group,
                     slots=slots,
+                    **self.batch.compression(positions),
                     bounded=True,
                 )
             )
@@ -337,7 +342,7 @@ class RowsAhead:
     slots: torch.Tensor
     lengths: torch.Tensor
     bounds: np.ndarray
-    """[R] of lengths with the newest token's predecessor."""
+    """[R] of cached tokens, without the newest one."""
     table: torch.Tensor | None = None
 
     def positions(self, number: int) -> torch.Tensor:

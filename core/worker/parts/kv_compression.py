@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ...protocols.latent_attention import LatentAttentionBackend
 from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
 from ..batch import PersistentBatch, StepInputs
 from ..launched_step import LaunchedStep
+from ..selection import CacheLayer
 from .compacted_layers import compacted_layers
 from .compaction import Compactor, load_compressor
 from .level_moves import LevelMover, level_formats
@@ -30,7 +31,8 @@ OPERATIONS = frozenset({"decode_inputs.dropped", "step_inputs.dropped"})
 class KVCompressionStart(PartStart):
     option = "kv_compression"
 
-    def __init__(self, start: StartContext) -> None:
+    def __init__(self, start: StartContext, drafting: Sequence[CacheLayer] = ()) -> None:
+        """drafting: layers of a speculator's model, which share blocks with the served model's."""
         self._start = start
         if start.config.kv_compression is None:
             self.option = "kv_compression_levels"
@@ -42,14 +44,17 @@ class KVCompressionStart(PartStart):
                 param=self.option,
             )
         self._compressor = load_compressor(
-            start.plugins, start.config, start.layers, start.kv_dtype, max_model_len
+            start.plugins, start.config, start.layers, start.kv_dtype, max_model_len, drafting
         )
-        self._layers = compacted_layers(start.layers, max_model_len)
+        self._layers = (
+            *compacted_layers(start.layers, max_model_len),
+            *compacted_layers(drafting, max_model_len, drafts=True),
+        )
         self._formats: tuple[LevelFormat, ...] = ()
         if levels := start.config.cache_levels:
             self._formats = level_formats(
-                start.layers, levels, start.config.block_size, start.kv_dtype, max_model_len,
-                start.ranks, start.device,
+                (*start.layers, *drafting), levels, start.config.block_size, start.kv_dtype,
+                max_model_len, start.ranks, start.device,
             )  # fmt: skip
         self.needs = PartNeeds(
             operations=OPERATIONS,

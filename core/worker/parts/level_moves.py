@@ -67,11 +67,12 @@ class LevelMover:
     @cached_property
     def _kinds(self) -> tuple[LevelKind, ...]:
         """Layers with a window or chunks are left out: what they see stays as it is."""
-        kinds: dict[tuple[int, torch.Size], list[int]] = {}
+        kinds: dict[tuple[int, torch.Size, bool], list[int]] = {}
         for number, layer in enumerate(self._layers):
             if not layer.recent:
-                kinds.setdefault((layer.group, layer.level_parts[0].shape), []).append(number)
-        return tuple(LevelKind(group, tuple(own)) for (group, _), own in kinds.items())
+                key = layer.group, layer.level_parts[0].shape, layer.drafts
+                kinds.setdefault(key, []).append(number)
+        return tuple(LevelKind(group, tuple(own)) for (group, *_), own in kinds.items())
 
     def run(self, requests: Sequence[LevelMoves]) -> dict[int, str]:
         """Return failed slots with reasons: their caches are useless, and requests must end."""

@@ -34,7 +34,7 @@ class QueryRing:
         self._first_positions = [0] * (num_slots + 1)
         """Slot → first computed position, after prefix hits."""
         for number, layer in enumerate(layers):
-            if not layer.recent:
+            if not (layer.recent or layer.drafts):
                 shape = ((num_slots + 1) * self._size, *layer.query_shape)
                 ring = torch.zeros(shape, dtype=dtype, device=device)
                 layer.layer.query_ring = self._rings[number] = ring

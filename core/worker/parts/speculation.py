@@ -70,7 +70,7 @@ class SpeculationStart(PartStart):
         self._options = typed_options(
             "", self._speculator_class.options, config.options, field=FIELD
         )
-        self._needs, self._layers, self._models = draft_needs(
+        self._needs, self.layers, self._models = draft_needs(
             start, self._speculator_class, self._options
         )
         self._passes: DraftPasses | None = None
@@ -85,7 +85,7 @@ class SpeculationStart(PartStart):
         config, ranks = self._config, self._start.ranks
         who, speculator = config.speculator, None
         states = token_states(self._start, site, self._needs)
-        self._passes = draft_passes(self._start, site, self._needs, self._layers, states)
+        self._passes = draft_passes(self._start, site, self._needs, self.layers, states)
         if ranks.pipeline.last and (ranks.tensor.rank == 0 or self._passes is not None):
             who, speculator = self._speculator(site)
         return Speculation(

@@ -12,6 +12,9 @@ from ...protocols.kv_compressors import KVCompressor
 from .compacted_layers import CompactedLayer
 from .query_ring import QueryRing
 
+FIRST_TOKENS = 4
+"""Of a sequence, which most attention goes to."""
+
 
 def merges(compressor: type[KVCompressor]) -> bool:
     """Return whether it makes new values of dropped ones."""
@@ -52,10 +55,15 @@ class TokenScores:
         length: the sequence's computed tokens. copies: read instead of the caches, [parts,
         num_blocks, block_size, num_heads, width] each (`CompactedLayer.level_parts`).
         """
+        first = self._layers[numbers[0]]
+        if first.drafts:
+            return _by_age(num_tokens, blocks.device).expand(
+                len(numbers), first.spec.num_kv_heads, -1
+            ).contiguous()  # fmt: skip
         scores = self._cached(numbers, blocks, num_tokens, slot, length, copies)
         if scores is not None:
             return scores
-        first, places = self._layers[numbers[0]], blocks.long()
+        places = blocks.long()
         shape = len(numbers), first.spec.num_kv_heads, num_tokens
         scores = torch.empty(shape, dtype=torch.float32, device=blocks.device)
         for place, number in enumerate(numbers):
@@ -117,3 +125,12 @@ class TokenScores:
                 f"num_kv_heads, num_tokens] of float32, which is {list(expected)}"
             )
         return None if scores is None else scores.contiguous()
+
+
+def _by_age(num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Return higher scores for the first tokens and the most recent ones (StreamingLLM, arXiv
+    2309.17453): [num_tokens]
+    """
+    scores = torch.arange(num_tokens, dtype=torch.float32, device=device)
+    scores[:FIRST_TOKENS] = torch.inf
+    return scores

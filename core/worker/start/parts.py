@@ -47,14 +47,18 @@ def start_parts(start: StartContext, notify: Callable[[], None]) -> list[PartSta
         parts.append(StatesStart(start))
     else:
         check_state_options(config)
+    speculation_start = None
+    if config.speculative_config is not None:
+        speculation_start = SpeculationStart(start)
     if config.compresses_kv:
-        parts.append(KVCompressionStart(start))
+        drafting = () if speculation_start is None else speculation_start.layers
+        parts.append(KVCompressionStart(start, drafting))
     if brought[encoder_decoder.NAME]:
         parts.append(EncoderDecoderStart(start))
     if brought[input_embeds.NAME]:
         parts.append(InputEmbedsStart(start))
-    if config.speculative_config is not None:
-        parts.append(SpeculationStart(start))
+    if speculation_start is not None:
+        parts.append(speculation_start)
     if config.enable_return_routed_experts:
         parts.append(RoutedExpertsStart(start))
     if start.ranks.pipeline.size > 1:

@@ -43,8 +43,9 @@ from ..kv_cache.memory import (
 from ..kv_cache.scales import to_be_scaled, unscaled
 from ..mapped.regions import MappedMemory
 from ..parts.adapters import AdaptersStart
+from ..parts.kv_compression import KVCompressionStart
 from ..parts.part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
-from ..parts.speculation import backend_refusal
+from ..parts.speculation import SpeculationStart
 from ..parts.states import StatesStart
 from ..pooling_runner import PoolingRunner
 from ..runner import ModelRunner
@@ -269,7 +270,7 @@ class WorkerStart:
             runner = self._model_runner(
                 model, backend, batch, starts,
                 make_backend=functools.partial(self._backend, chosen),
-                layers_backend=lambda own: self._layers_backend(own, chosen, further),
+                layers_backend=lambda own: self._layers_backend(own, chosen, further, starts),
             )  # fmt: skip
         graphs = self._graphs(runner)
         warmup = self._warmup(runner)
@@ -353,11 +354,17 @@ class WorkerStart:
         return own_blocks
 
     def _layers_backend(
-        self, layers: Sequence[CacheLayer], chosen: ChosenBackend, max_model_len: int
+        self,
+        layers: Sequence[CacheLayer],
+        chosen: ChosenBackend,
+        max_model_len: int,
+        starts: Sequence[PartStart],
     ) -> PagedBackend:
         """Return a backend for layers of a part's model: the target's, if it serves them."""
         kind, dtype = backend_kind(layers), self.model_config.dtype
-        specs, needs = [layer.spec for layer in layers], [PartNeeds(refuses=backend_refusal)]
+        specs = [layer.spec for layer in layers]
+        of_caches = (KVCompressionStart, SpeculationStart)
+        needs = [start.needs for start in starts if isinstance(start, of_caches)]
         formats = CacheFormats(dtype, (), None)
         name = chosen.name if kind == chosen.kind else "auto"
         config = msgspec.structs.replace(self.config, attention_backend=name)

@@ -15,7 +15,16 @@ import torch
 from draft_heads import LLAMA, Random, write
 from drafting import Asked, answers, knowing_plugins
 from hypothesis import settings
-from test_drafts_of_all_rows import EMBEDDED, ENGINE, MODELS, SIZES, mixes, model_in
+from test_drafts_of_all_rows import (
+    COMPRESSION,
+    EMBEDDED,
+    ENGINE,
+    MODELS,
+    SIZES,
+    mixes,
+    model_in,
+    without_siblings,
+)
 from test_drafts_of_all_rows import options_of_search as search
 
 from jackfield import AsyncEngine, EngineConfig
@@ -72,6 +81,12 @@ METHODS: dict[str, Speculative] = {
     "mlp_speculator": mlp_speculator,
 }
 MTP: dict[str, Speculative] = {"mtp": lambda _: {"method": "mtp"}}
+CACHED = {name: METHODS[name] for name in ("draft_model", "eagle", "eagle3")}
+"""Those whose layers share blocks with the served model's."""
+COMPACTED: list[dict[str, Any]] = [
+    {**COMPRESSION, "kv_compression": name} for name in ("snap_kv", "snap_kv_merge")
+] + [{**COMPRESSION, "kv_compression_budget": None, "kv_compression": "key_norm",
+      "kv_compression_levels": "8@16,4:0.5@24"}]  # fmt: skip
 MIMO = {
     "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1,
     **SIZES,
@@ -98,6 +113,8 @@ class Engines:
         return engine
 
     def compare(self, asked: Asked) -> None:
+        if "kv_compression" in self.options:
+            asked = without_siblings(asked)
         plain = self.runner.run(answers(self.plain, asked))
         for name, engine in self.drafted.items():
             drafted = self.runner.run(answers(engine, asked))
@@ -130,6 +147,8 @@ def mimo(folder: Path) -> dict[str, Any]:
 def test_mixes_give_the_tokens_of_an_engine_without_drafts(tmp_path: Path) -> None:
     Engines(tmp_path, METHODS).check(2)
     Engines(tmp_path, MTP, **mimo(tmp_path)).check(2)
+    (tmp_path / "compacted").mkdir()
+    Engines(tmp_path / "compacted", CACHED, **COMPACTED[0]).check(2)
 
 
 @pytest.mark.slow
@@ -138,3 +157,6 @@ def test_ten_thousand_mixes_of_each_method(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     Engines(tmp_path, MTP, **mimo(tmp_path)).check(10_000)
     Engines(tmp_path, METHODS).check(10_000)
+    for number, options in enumerate(COMPACTED):
+        (folder := tmp_path / f"compacted{number}").mkdir()
+        Engines(folder, CACHED, **options).check(3_000)

@@ -43,6 +43,10 @@ GRAMMARS: list[dict[str, Any]] = [
 
 
 THREADS = {"executor": "rank_threads"}
+COMPRESSION: dict[str, Any] = {
+    "kv_compression_budget": 20, "kv_compression_interval": 7, "enable_prefix_caching": False,
+    "block_size": 4, "num_gpu_blocks_override": 600,
+}  # fmt: skip
 CAPABILITIES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tensor parallel": {**THREADS, "tensor_parallel_size": 2, "model": "dense"},
@@ -59,11 +63,7 @@ CAPABILITIES: dict[str, dict[str, Any]] = {
     "windows": {"model": "windows"},
     "states": {"model": "states"},
     "states in stages": {**THREADS, "pipeline_parallel_size": 2, "model": "states"},
-    "KV compression": {
-        "model": "dense", "kv_compression": "snap_kv", "kv_compression_budget": 20,
-        "kv_compression_interval": 7, "enable_prefix_caching": False, "block_size": 4,
-        "num_gpu_blocks_override": 600,
-    },
+    "KV compression": {"model": "dense", "kv_compression": "snap_kv", **COMPRESSION},
     "few blocks": {"num_gpu_blocks_override": 44},
     "no chunks": {"enable_chunked_prefill": False, "max_num_batched_tokens": 160},
 }  # fmt: skip
@@ -301,6 +301,12 @@ options_of_search: dict[str, Any] = {
 }  # fmt: skip
 
 
+def without_siblings(asked: Asked) -> Asked:
+    """One completion of each: what siblings have in common is not compacted, if one has begun by
+    then."""
+    return [(prompt, msgspec.structs.replace(params, n=1)) for prompt, params in asked]
+
+
 def check_mixes(engines: Engines, count: int) -> None:
     """Compare so many mixes, of which some drafts are accepted."""
 
@@ -308,8 +314,7 @@ def check_mixes(engines: Engines, count: int) -> None:
     @mixes
     def check(asked: Asked) -> None:
         if engines.compacts:
-            # What a sibling has in common is not compacted, if it has begun by then.
-            asked = [(prompt, msgspec.structs.replace(params, n=1)) for prompt, params in asked]
+            asked = without_siblings(asked)
         engines.compare(asked)
 
     before = engines.pair.drafted.stats().spec_decode_num_accepted_tokens

@@ -185,15 +185,36 @@ def settings(target: Path, speculative: dict[str, Any], **more: Any) -> Any:
     return config_of(target, speculative_config=speculative, **sizes)
 
 
+COMPACTED: dict[str, Any] = {
+    "kv_compression": "window", "kv_compression_budget": 16, "kv_compression_interval": 12,
+    "enable_prefix_caching": False, "block_size": 4,
+}  # fmt: skip
+
+
 @interpreted
-@pytest.mark.parametrize("method", MADE)
-async def test_recorded_passes_propose_what_launched_ones_do(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "compression"),
+    [
+        *((method, {}) for method in MADE),
+        ("draft_model", COMPACTED),
+        pytest.param(
+            "mtp",
+            {**COMPACTED, "kv_compression_budget": None, "kv_compression_levels": "8:0.5@8"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+async def test_recorded_passes_propose_what_launched_ones_do(
+    method: str, compression: dict[str, Any], tmp_path: Path
+) -> None:
     """Rows that end leave others, which are padded; prompts come in parts beside drafts."""
     target, speculative = MADE[method](tmp_path)
     plugins = plugins_with(load_plugins())
     tokens, proposals = [], []
     for executor in ("noting", "taped"):
-        served, _ = await serve(settings(target, speculative, executor=executor), ASKED, plugins)
+        config = settings(target, speculative, executor=executor, **compression)
+        served, stats = await serve(config, ASKED, plugins)
+        assert (stats.kv_compactions > 1) == bool(compression)
         tokens.append(served)
         proposals.append(NotingExecutor.proposals.copy())
     assert tokens[0] == tokens[1]
