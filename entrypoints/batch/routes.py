@@ -69,7 +69,10 @@ async def _form(request: web.Request, path: Any) -> tuple[dict[str, str], str | 
     form = FormReader(request)
     while (part := await form.next_part()) is not None:
         if part.name != "file":
-            fields[part.name[:64]] = await _field(form, part.name[:64])
+            field = part.name[:64]
+            if field in fields:
+                raise InvalidRequest(f"{field}: give one", param=field)
+            fields[field] = await _field(form, field)
             continue
         if name is not None:
             raise InvalidRequest("file: give one", param="file")

@@ -15,8 +15,8 @@ from aiohttp import web
 from ...core.errors import BodyTooLarge, InvalidRequest, shown
 from .body import check_unpacked
 
-MAX_PARTS = 16
-"""Most parts of a form."""
+MAX_PARTS = 64
+"""Most parts of a form; the routes of speech know some 20 fields."""
 MAX_PREAMBLE = 1024
 """Most bytes before the first part."""
 MAX_PART_HEADERS = 8192

@@ -458,6 +458,15 @@ def test_many_answers_have_the_documented_shape(server: Server, pooler: Server) 
     guided(pooler, 100, POOLING)
 
 
+def test_a_name_of_nothing_is_answered_as_documented(server: Server) -> None:
+    paths = httpx.get(server.url + "/openapi.json").json()["paths"]
+    named = [(method, path) for path in paths if "{" in path for method in paths[path]]
+    assert ("delete", "/v1/responses/{response_id}") in named
+    for method, path in named:
+        response = httpx.request(method, server.url + re.sub(r"{\w+}", "0", path))
+        assert str(response.status_code) in paths[path][method]["responses"], (method, path)
+
+
 def test_names_of_models_may_hold_anything(server: Server) -> None:
     for name in ("a/b", "..", "%00", "é", "{name}"):
         response = httpx.get(f"{server.url}/v1/models/{urllib.parse.quote(name, safe='')}")

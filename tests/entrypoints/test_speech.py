@@ -340,6 +340,7 @@ def test_other_files_are_read(form: str, rate: int, channels: int, server: Serve
         ({"seed": "1.5"}, "seed"),
         ({"top_p": "0"}, "top_p"),
         ({"prompt": "w" * 20_000}, "prompt"),
+        ({"seed": "1", "seed[]": "2"}, "seed"),
         ({"hot_words": "a"}, "hot_words"),
         ({"chunking_strategy": "server_vad"}, "chunking_strategy"),
     ],
@@ -348,6 +349,21 @@ def test_a_wrong_field_is_named(fields: dict[str, str], param: str, server: Serv
     response = post(server, recording(0.2), **fields)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"].partition("[")[0] == param
+
+
+def test_a_form_of_all_fields_is_read(server: Server) -> None:
+    schema = httpx.get(f"{server.url}/openapi.json").json()
+    route = schema["paths"]["/v1/audio/transcriptions"]["post"]["requestBody"]["content"]
+    properties = route["multipart/form-data"]["schema"]["properties"]
+    defaults = {name: json.dumps(each.get("default", "")) for name, each in properties.items()}
+    fields = {name: text.strip('"') for name, text in defaults.items()} | {
+        "model": "served", "language": "en", "seed": "7", "response_format": "verbose_json",
+    }  # fmt: skip
+    for name in ("file", "include", "timestamp_granularities"):
+        del fields[name]
+    times = {"timestamp_granularities": "word", "timestamp_granularities[]": "segment"}
+    response = post(server, recording(0.2), **fields, **times)
+    assert response.status_code == 200, response.text
 
 
 def test_a_wrong_file_or_model_is_named(server: Server) -> None:

@@ -112,6 +112,8 @@ async def read_form(
             data = await _content(form, limit)
         elif name in LISTS:
             fields.setdefault(name, []).append(await _field(form, name))
+        elif name in fields:
+            raise InvalidRequest(f"{name}: give one", param=name)
         else:
             fields[name] = _typed(name, await _field(form, name))
     if not data:

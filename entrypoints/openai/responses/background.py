@@ -216,7 +216,7 @@ class Responses:
         return response
 
     def body(self, id: str, owner: str) -> bytes:
-        """Return the encoded current response. Raises NotFound."""
+        """Return the encoded current response. Raises NotFound, InvalidRequest."""
         running = self._running(id, owner)
         return (
             self.stored(id, owner).body

@@ -97,7 +97,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
 
 
 @route(f"DELETE {RESPONSE}", stateful=True)
-@documented("Responses", response=dict[str, Any], errors=(404,))
+@documented("Responses", response=dict[str, Any], errors=(400, 404))
 async def delete(request: web.Request) -> web.Response:
     """DELETE /v1/responses/{response_id}: forget a kept response."""
     return reply(await request.app[RESPONSES].delete(*_named(request)))
