@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import seeing_models
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -20,7 +21,8 @@ from torch import nn
 class Family(NamedTuple):
     """How a family's checkpoint is made."""
 
-    kind: type[Published]
+    kind: Callable[[dict[str, Any]], Any]
+    """config.json → the model, with `tensors`."""
     config: dict[str, Any]
     """config.json."""
     options: dict[str, Any]
@@ -207,7 +209,108 @@ MINICPMV = Family(
     ("<unk>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"),
     "<unk>", minicpmv_reference,
 )  # fmt: skip
+# ---------------------------------------------------------------- Phi-4-multimodal
+
+FACTORS = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
+PHI_TEXT: dict[str, Any] = {
+    **{name: size for name, size in TEXT.items() if name != "head_dim"},
+    "max_position_embeddings": 2048, "original_max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+PHI_PARTS = seeing_models.FAMILIES[seeing_models.PHI].config
+PHI_NAMES = {
+    "img_projection_up": "img_projection.0", "img_projection_down": "img_projection.2",
+    "global_img_feature_extensor": "glb_GN", "sub_img_feature_extensor": "sub_GN",
+    "up_proj_for_speech": "audio_projection.speech.0",
+    "down_proj_for_speech": "audio_projection.speech.2",
+    "up_proj_for_vision_speech": "audio_projection.vision.0",
+    "down_proj_for_vision_speech": "audio_projection.vision.2",
+    "audio_embed.encoder.encoders.0.self_attn.o_proj":
+        "audio_embed.encoder.encoders.0.self_attn.linear_out",
+    **{
+        f"encoders.0.self_attn.{part}_proj": f"encoders.0.self_attn.linear_{part}"
+        for part in ("q", "k", "v")
+    },
+    **{
+        f"feed_forward_{place}.{ours}": f"feed_forward_{place}.{theirs}"
+        for place in ("in", "out")
+        for ours, theirs in (("gate_up_proj", "net.0.linear"), ("down_proj", "net.2"))
+    },
+}  # fmt: skip
+"""Part of a name in `transformers` → in the published checkpoint."""
+
+
+class Phi4MMForCausalLM(transformers.Phi4MultimodalForCausalLM):  # type: ignore[misc]
+    """The model of `transformers`, under its published names, with adapters in it."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        rope = {
+            "rope_type": "longrope", "long_factor": FACTORS, "short_factor": FACTORS,
+            "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+        }  # fmt: skip
+        parts = {name: PHI_PARTS[name] for name in ("vision_config", "audio_config")}
+        super().__init__(
+            transformers.Phi4MultimodalConfig(**PHI_TEXT, rope_parameters=rope, **parts)
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        published = {}
+        for name, tensor in self.state_dict().items():
+            for ours, theirs in PHI_NAMES.items():
+                if "embed_tokens_extend" in name:
+                    name = name.replace(ours, theirs)
+            layer, _, leaf = name.rpartition(".")
+            if ".layers." in name and "_proj." in name and "extend" not in name:
+                name = f"{layer}.base_layer.{leaf}"
+                for kind in ("vision", "speech"):
+                    published[f"{layer}.lora_A.{kind}.weight"] = torch.ones(4, tensor.shape[1])
+                    published[f"{layer}.lora_B.{kind}.weight"] = torch.ones(tensor.shape[0], 4)
+            published[name] = tensor
+        del published["lm_head.weight"]
+        return published
+
+
+def phi4mm_reference(folder: Path) -> Any:
+    config = json.loads((folder / "config.json").read_text())
+    return seeing_models.phi4_reference(folder, Phi4MMForCausalLM(config).config)
+
+
+PHI = Family(
+    Phi4MMForCausalLM,
+    {
+        **PHI_TEXT, "architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm",
+        "audio_processor": {
+            "name": "cascades",
+            "config": {
+                "attention_dim": 32, "attention_heads": 4, "linear_units": 48, "num_blocks": 1,
+                "ext_pw_out_channel": 32, "depthwise_seperable_out_channel": 32, "input_size": 80,
+                "activation": "swish", "kernel_size": 3, "chunk_size": -1, "left_chunk": 18,
+                "nemo_conv_settings": {"conv_channels": 8}, "time_reduction": 8,
+                "relative_attention_bias_args": {"t5_bias_max_distance": 20, "type": "t5"},
+                "input_layer": "nemo_conv", "audio_token_id": 301,
+            },
+        },
+        "embd_layer": {
+            "embedding_cls": "image_audio",
+            "audio_embd_layer": {"downsample_rate": 1, "compression_rate": 8},
+            "image_embd_layer": {
+                "crop_size": 448, "hd_transform_order": "sub_glb", "use_hd_transform": True,
+            },
+        },
+        "img_processor": None, "partial_rotary_factor": 0.75, "rope_theta": 10000.0,
+        "rope_scaling": {"type": "longrope", "long_factor": FACTORS, "short_factor": FACTORS},
+        "vision_lora": {"r": 4, "lora_alpha": 8}, "speech_lora": {"r": 4, "lora_alpha": 8},
+        "vision_config": PHI_PARTS["vision_config"],
+    },
+    {
+        "image_processor_type": "Phi4MMImageProcessor", "dynamic_hd": 36,
+        "feature_extractor_type": "Phi4MMAudioFeatureExtractor", "audio_compression_rate": 8,
+        "audio_downsample_rate": 1, "audio_feat_stride": 1,
+    },
+    ("<|endoftext10|>", "<|endoftext11|>"), "<|endoftext10|>", phi4mm_reference,
+)  # fmt: skip
 FAMILIES = {
+    "Phi4MMForCausalLM": PHI,
     "MiniCPMV": MINICPMV,
     "MiniCPMO": MINICPMV._replace(
         kind=MiniCPMO,

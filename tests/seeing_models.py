@@ -168,13 +168,14 @@ def by_ours(folder: Path) -> Any:
     return process
 
 
-def phi4_reference(folder: Path) -> Any:
-    """As `by_ours`, with all that the whole model takes."""
+def phi4_reference(folder: Path, config: Any = None) -> Any:
+    """As `by_ours`, with all that the whole model takes. config: the model's, if `transformers`
+    does not read the folder's."""
     from jackfield.core.protocols.media import MediaSetup
     from jackfield.plugins.media.phi4_multimodal import MASK, Phi4MultimodalProcessor
 
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
-    config = transformers.AutoConfig.from_pretrained(folder)
+    tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    config = config or transformers.AutoConfig.from_pretrained(folder)
     ours = Phi4MultimodalProcessor(MediaSetup(folder, config))
 
     def process(images: Any, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
@@ -676,7 +677,12 @@ FAMILIES: dict[str, Family] = {
                 **TOWER, "image_size": 448, "patch_size": 14, "num_hidden_layers": 3,
                 "image_token_id": 300,
             },
-            "audio_config": {"hidden_size": 32, "num_blocks": 1, "audio_token_id": 301},
+            "audio_config": {
+                "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48,
+                "num_blocks": 1, "ext_pw_out_channel": 32, "audio_token_id": 301,
+                "depthwise_separable_out_channel": 32, "nemo_conv_channels": 8,
+                "bias_max_distance": 20, "initializer_range": 0.2,
+            },
         },
         "", {}, ("<|endoftext10|>", "<|endoftext11|>"), "<|endoftext10|>", phi4_reference,
     ),

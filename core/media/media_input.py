@@ -290,7 +290,7 @@ class MediaInput:
         self, token_ids: Sequence[int], contents: Sequence[MediaContent], field: str
     ) -> tuple[list[int], tuple[MediaItem, ...]]:
         """Put what stands for items in the place of placeholders. Raises InvalidRequest if there
-        are not as many of them."""
+        are not as many of them, and for prompts that the model does not take."""
         waiting = {name: deque[MediaContent]() for name in self.modalities}
         for content in contents:
             waiting[content.modality].append(content)
@@ -304,7 +304,10 @@ class MediaInput:
         self._check_counts(places(), waiting, field)
         for reader in self._readers.values():
             if isinstance(reader.processor, ArrangesPrompts):
-                token_ids = reader.processor.arranged(token_ids)
+                try:
+                    token_ids = reader.processor.arranged(token_ids)
+                except ValueError as error:
+                    raise InvalidRequest(f"{field}: {error}", param=field) from None
         expanded: list[int] = []
         items: list[MediaItem] = []
         done = 0

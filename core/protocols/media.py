@@ -116,7 +116,7 @@ class ArrangesPrompts(Protocol):
 
     def arranged(self, token_ids: Sequence[int]) -> list[int]:
         """Return a prompt's tokens, with placeholders, in that form; those that are in it, as they
-        are."""
+        are. Raises ValueError for items that the model does not take together."""
 
 
 @runtime_checkable

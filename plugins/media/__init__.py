@@ -44,7 +44,9 @@ MODELS = {
     "Qwen2_5OmniModel": "omni:Qwen2Omni",
     "Ovis2ForConditionalGeneration": "ovis2:Ovis2",
     "PaliGemmaForConditionalGeneration": "paligemma:PaliGemma",
-    "Phi4MultimodalForCausalLM": "phi4_multimodal:Phi4Multimodal",
+    **dict.fromkeys(
+        ("Phi4MMForCausalLM", "Phi4MultimodalForCausalLM"), "phi4_multimodal:Phi4Multimodal"
+    ),
     "Qwen2VLForConditionalGeneration": "qwen_vl:Qwen2VL",
     "Qwen2_5_VLForConditionalGeneration": "qwen_vl:Qwen2VL",
     "Qwen3ASRForConditionalGeneration": "chunked_audio:Qwen3Asr",

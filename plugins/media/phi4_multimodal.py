@@ -1,4 +1,5 @@
-"""Phi-4-multimodal: a picture in tiles, on white where its shape is another, then the whole."""
+"""Phi-4-multimodal: a picture in tiles, on white where its shape is another, then the whole; and
+recordings, of which a conformer makes a row per 80 ms."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ...core.protocols.audio import SpeechChat
 from ...core.protocols.media import MediaSetup, ProcessedMedia
 from .encoder import TransformersEncoder
-from .family import Pictures
+from .family import Family
 from .pillow import PillowImages, PillowProcessor, closest_grid, cut, grids
 from .processor import NORMALISATION
+from .recordings import FeatureExtractor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -76,17 +79,62 @@ class Phi4MultimodalProcessor(PillowProcessor):
         return ProcessedMedia({**tensors, COUNT: np.array(count)}, self.repeated(count))
 
 
+FEATURES = "audio_input_features"
+"""Name of a recording's mel bands, [1, frames, bands]."""
+
+
+class Phi4MultimodalFeatures(FeatureExtractor):
+    def load(self, setup: MediaSetup) -> Any:
+        from transformers import Phi4MultimodalFeatureExtractor
+
+        create: Any = Phi4MultimodalFeatureExtractor.from_pretrained  # Untyped.
+        return create(setup.folder)
+
+    def find_placeholder(self, setup: MediaSetup) -> int:
+        return int(setup.config.audio_config.audio_token_id)
+
+    def tensors(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Raises ValueError for a recording that is shorter than a frame."""
+        if len(samples) < self.extractor.win_length:
+            raise ValueError("it is too short")
+        return {FEATURES: self.extracted(samples)[FEATURES]}
+
+    def count(self, tensors: Mapping[str, np.ndarray]) -> int:
+        return math.ceil(tensors[FEATURES].shape[1] / self.config.audio_config.time_reduction)
+
+    def arranged(self, token_ids: Sequence[int]) -> list[int]:
+        """Raises ValueError for pictures beside recordings, which would project these otherwise."""
+        if {self.placeholder_id, self.config.vision_config.image_token_id} <= set(token_ids):
+            raise ValueError("this model takes pictures or recordings in a prompt, and not both")
+        return list(token_ids)
+
+
 class Phi4MultimodalEncoder(TransformersEncoder):
     text_modules = ("embed_tokens", "embed_dropout", "layers", "norm", "rotary_emb")
+    original_names = (
+        (r"\.img_projection\.0\.", ".img_projection_up."),
+        (r"\.img_projection\.2\.", ".img_projection_down."),
+        (r"\.glb_GN$", ".global_img_feature_extensor"),
+        (r"\.sub_GN$", ".sub_img_feature_extensor"),
+        (r"\.audio_projection\.speech\.0\.", ".up_proj_for_speech."),
+        (r"\.audio_projection\.speech\.2\.", ".down_proj_for_speech."),
+        (r"\.net\.0\.linear\.", ".gate_up_proj."), (r"\.net\.2\.", ".down_proj."),
+        (r"\.self_attn\.linear_(q|k|v)\.", r".self_attn.\1_proj."),
+        (r"\.self_attn\.linear_out\.", ".self_attn.o_proj."),
+    )  # fmt: skip
 
     @classmethod
     def create(cls, config: Any, dtype: torch.dtype) -> Any:
         whole = super().create(config, dtype)
-        del whole.embed_tokens_extend.audio_embed
+        audio = whole.embed_tokens_extend.audio_embed
+        del audio.up_proj_for_vision_speech, audio.down_proj_for_vision_speech
         return whole
 
     def prepared(self, item: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the whole and the tiles, with their masks, and the canvas's size."""
+        """Return the whole and the tiles, with their masks, and the canvas's size; of a recording
+        what there is."""
+        if FEATURES in item:
+            return super().prepared(item)
         factor, mean, deviation = item[NORMALISATION].view(3, 3, 1, 1)
         tiles = (item["pixel_values"].float() * factor - mean) / deviation
         side, mask = tiles.shape[-1], item[MASK]
@@ -108,7 +156,16 @@ class Phi4MultimodalEncoder(TransformersEncoder):
     def encode_together(
         self, items: Sequence[Mapping[str, torch.Tensor]]
     ) -> Sequence[torch.Tensor]:
+        if FEATURES in items[0]:
+            return list(self._heard(torch.cat([item[FEATURES] for item in items])))
         return [self._rows(item) for item in items]
+
+    def _heard(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the rows of recordings of one length."""
+        audio = self.hf.embed_tokens_extend.audio_embed
+        states = F.gelu(audio.up_proj_for_speech(audio.encoder(features, None)))
+        rows: torch.Tensor = audio.down_proj_for_speech(states)
+        return rows
 
     def _rows(self, item: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return a picture's rows: the module puts them in the place of embeddings."""
@@ -121,6 +178,8 @@ class Phi4MultimodalEncoder(TransformersEncoder):
         return rows
 
 
-class Phi4Multimodal(Pictures):
-    processor_class = Phi4MultimodalProcessor
+class Phi4Multimodal(Family):
+    modalities = ("image", "audio")
+    processors = {"image": Phi4MultimodalProcessor, "audio": Phi4MultimodalFeatures}
     encoder_class = Phi4MultimodalEncoder
+    speech_chat = SpeechChat("Transcribe the audio clip into text.")

@@ -123,7 +123,9 @@ ARCHITECTURES = {
     "ouro": ("OuroForCausalLM",),
     "pangu": ("PanguUltraMoEForCausalLM",),
     "phi": ("PhiForCausalLM", "PersimmonForCausalLM"),
-    "phi3": ("Phi3ForCausalLM", "Phi3Model", "Phi3ForSequenceClassification"),
+    "phi3": (
+        "Phi3ForCausalLM", "Phi3Model", "Phi3ForSequenceClassification", "Phi4MMTextForCausalLM",
+    ),
     "plamo2": ("Plamo2ForCausalLM",),
     "plamo3": ("Plamo3ForCausalLM",),
     "qwen": ("QWenLMHeadModel",),
@@ -228,6 +230,7 @@ CONFIGS = {
     "mimo_v2": "mimo_v2_config:MiMoV2Config",
     "minicpm": "MiniCPMConfig",
     **dict.fromkeys(("minicpmo", "minicpmv"), "whole_configs:MiniCPMVConfig"),
+    "phi4mm": "whole_configs:Phi4MMConfig",
     **dict.fromkeys(("RefinedWeb", "RefinedWebModel"), "RefinedWebConfig"),
     **dict.fromkeys(("minimax_m1", "minimax_text_01"), "MiniMaxText01Config"),
     "nemotron_h_puzzle": "nemotron_puzzle_config:NemotronPuzzleConfig",

@@ -38,5 +38,22 @@ class Phi3ForCausalLM(Phi3Model, CausalLM):
     pass
 
 
+class AdaptedWeights(WeightMap):
+    """Of layers that adapters were wrapped around. Those are not read: requests choose adapters."""
+
+    def own(self, name: str) -> str | None:
+        if ".lora_A." in name or ".lora_B." in name:
+            return None
+        return super().own(name.replace(".base_layer.", "."))
+
+
+class Phi4MMTextForCausalLM(Phi3ForCausalLM):
+    """The text part of Phi-4-multimodal, as it was published."""
+
+    weight_map = AdaptedWeights(
+        tied=Phi3Model.weight_map.tied, prefixes=Phi3Model.weight_map.prefixes
+    )
+
+
 class Phi3ForSequenceClassification(Phi3Model, DecoderClassifier):
     pass

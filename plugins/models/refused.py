@@ -58,7 +58,7 @@ REFUSED = {
     ),
     "it reads pictures by code that only its checkpoint has": (
         "DeepseekOCRForCausalLM", "DeepseekVLV2ForCausalLM",
-        "Phi3VForCausalLM", "Phi4MMForCausalLM",
+        "Phi3VForCausalLM",
     ),
     "it reads recordings by code that only its checkpoint has, and its text part is another's": (
         "UltravoxModel",
@@ -100,7 +100,7 @@ ELSEWHERE = (
     "DeepseekOCRForCausalLM", "DeepseekVLV2ForCausalLM",
     "Fairseq2LlamaForCausalLM", "InklingForConditionalGeneration",
     "PaddleOCRVLForConditionalGeneration",
-    "PanguProMoEV2ForCausalLM", "Phi3VForCausalLM", "Phi4MMForCausalLM",
+    "PanguProMoEV2ForCausalLM", "Phi3VForCausalLM",
     "StableLMEpochForCausalLM", "UltravoxModel",
 )  # fmt: skip
 """Those that other engines serve, and that `transformers` does not list as generative."""

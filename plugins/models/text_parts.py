@@ -42,6 +42,7 @@ TEXT_PARTS = {
         ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
         "DeepseekV3ForCausalLM",
     ),
+    "Phi4MMForCausalLM": "Phi4MMTextForCausalLM",
     "Phi4MultimodalForCausalLM": "Phi3ForCausalLM",
     "Qwen3VLForSequenceClassification": "Qwen3ForSequenceClassification",
 }

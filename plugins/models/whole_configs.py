@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from transformers import (
     Idefics2VisionConfig,
     LlamaConfig,
+    Phi4MultimodalConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -53,3 +54,43 @@ class MiniCPMVConfig:
             query_num=config_dict["query_num"],
             tie_word_embeddings=bool(config_dict.get("tie_word_embeddings")),
         )
+
+
+class Phi4MMConfig:
+    """Phi-4-multimodal, as it was published: its tower is not described, and always the same, but
+    that `vision_config` may say otherwise."""
+
+    config_fields: ClassVar[Mapping[str, FieldKind]] = {
+        "audio_processor": OBJECT.required(), "embd_layer": OBJECT.required(),
+        "vision_config": OBJECT,
+    }  # fmt: skip
+    audio_names: ClassVar[Mapping[str, str]] = {
+        "attention_dim": "hidden_size", "attention_heads": "num_attention_heads",
+        "linear_units": "intermediate_size",
+        "depthwise_seperable_out_channel": "depthwise_separable_out_channel",
+        **{
+            name: name
+            for name in (
+                "activation", "audio_token_id", "chunk_size", "conv_activation", "conv_glu_type",
+                "depthwise_multiplier", "ext_pw_out_channel", "input_size", "kernel_size",
+                "left_chunk", "num_blocks", "time_reduction",
+            )
+        },
+    }  # fmt: skip
+    """Field of the audio encoder → its name in `transformers`."""
+    of_parts = ("audio_processor", "embd_layer", "img_processor", "vision_lora", "speech_lora")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        published = config_dict["audio_processor"]["config"]
+        layers = config_dict["embd_layer"]
+        audio = {new: published[old] for old, new in cls.audio_names.items() if old in published}
+        if (conv := published.get("nemo_conv_settings")) is not None:
+            audio["nemo_conv_channels"] = conv["conv_channels"]
+        if (bias := published.get("relative_attention_bias_args")) is not None:
+            audio["bias_max_distance"] = bias["t5_bias_max_distance"]
+        vision = {"crop_size": layers["image_embd_layer"]["crop_size"]}
+        vision |= config_dict.get("vision_config") or {}
+        dropped = {*cls.of_parts, "model_type", "auto_map", "vision_config"}
+        own = {name: value for name, value in config_dict.items() if name not in dropped}
+        return Phi4MultimodalConfig(**own, vision_config=vision, audio_config=audio)

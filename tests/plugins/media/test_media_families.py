@@ -100,7 +100,7 @@ class Made(NamedTuple):
         return [item.of(architecture(self)) for item in case.items]
 
 
-SLOW = (seeing_models.OCR, seeing_models.PHI)
+SLOW = (seeing_models.OCR, seeing_models.PHI, "Phi4MMForCausalLM")
 """Whose pictures are long: the kit alone tests them by day."""
 NIGHTLY = (*SLOW, "MiniCPMO")
 """And those that differ from another by their text part."""
