@@ -40,6 +40,15 @@ class DraftPlan(PartPlan, frozen=True):
     """What earlier plans counted too much; applied before the slots that start."""
 
 
+class StepCost(msgspec.Struct, frozen=True, gc=False):
+    """How long a recorded step takes on the device, measured while nothing ran."""
+
+    rows: int
+    drafts: int
+    """Of each row."""
+    seconds: float
+
+
 class DraftResult(msgspec.Struct, frozen=True):
     """What a step has verified and proposed."""
 
@@ -49,3 +58,5 @@ class DraftResult(msgspec.Struct, frozen=True):
     verified: list[int] = []
     """[num_rows] Of the row's drafts in this step, those that the speculator had proposed; others
     are padding. Empty: no row had any."""
+    costs: tuple[StepCost, ...] = ()
+    """Those that were measured since the step before."""

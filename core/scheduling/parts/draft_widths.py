@@ -1,7 +1,8 @@
 """How many drafts each row of a plan gets: as many as pay, by measurement.
 
 A draft at place j is accepted with probability a^j, where a is the share of its request's drafts
-that were accepted, older ones counting less. A step costs what such steps took lately. Of the kinds
+that were accepted, older ones counting less. A step costs what such steps took lately; before the
+first, in proportion to one without drafts as the device was measured in spare time. Of the kinds
 of steps that a plan could be, the one with the most expected tokens per second is planned: without
 drafts; all rows of one width, which is recorded; or each row with what its own drafts are worth.
 """
@@ -118,6 +119,13 @@ class StepCosts:
         """(Class of rows, drafts of each row or -1, class of drafts in all) → seconds."""
         self._measured: dict[tuple[int, int], int] = {}
         """(Class of rows, drafts of each row or -1) → number of the last such plan."""
+        self._foreseen: dict[tuple[int, int], float] = {}
+        """(Class of rows, drafts of each row) → seconds on the device, before the first such
+        step."""
+
+    def foresee(self, rows: int, width: int, seconds: float) -> None:
+        """Note what a step takes on the device alone, which says how it compares with others."""
+        self._foreseen[_class(rows), width] = seconds
 
     def add(self, rows: int, width: int, drafts: int, seconds: float, plan: int) -> None:
         """Record a step. width: drafts of each row; -1: they differ. drafts: of all rows."""
@@ -139,9 +147,11 @@ class StepCosts:
         if known is not None:
             return known
         plain = self.plain(rows) or 1.0
+        if width > 0 and (seconds := self._compared(size, width, plain)) is not None:
+            return seconds
         before, after = (0, plain), None
         for each in range(1, MOST_DRAFTS + 1) if width < 0 else ():
-            seconds = self._seconds.get((size, each, 0))
+            seconds = self._seconds.get((size, each, 0)) or self._compared(size, each, plain)
             if seconds is not None:
                 before, after = after or before, (each * rows, seconds)
                 if after[0] >= drafts:
@@ -151,18 +161,27 @@ class StepCosts:
         slope = max(0.0, after[1] - before[1]) / (after[0] - before[0])
         return max(plain, after[1] + slope * (drafts - after[0]))
 
+    def _compared(self, size: int, width: int, plain: float) -> float | None:
+        """Return the seconds of a step of one width by what was foreseen of it and of a step
+        without drafts, which takes `plain`; None: nothing was."""
+        wide, narrow = (self._foreseen.get((size, each)) for each in (width, 0))
+        return None if wide is None or narrow is None else plain * max(1.0, wide / narrow)
+
     def plain(self, rows: int) -> float:
-        """Return the seconds of a step without drafts; 0: none of about as many rows was seen."""
+        """Return the seconds of a step without drafts; 0: none of about as many rows was seen, or
+        foreseen."""
         size = _class(rows)
         for distance in range(NEAR + 1):
             for near in (size - distance, size + distance):
                 if (known := self._seconds.get((near, 0, 0))) is not None:
                     return known
-        return 0.0
+        return self._foreseen.get((size, 0), 0.0)
 
     def measured(self, rows: int, width: int) -> int | None:
-        """Return the number of the last such plan; None: there was none."""
-        return self._measured.get((_class(rows), width))
+        """Return the number of the last such plan, 0 if its cost is only foreseen; None: nothing is
+        known."""
+        key = _class(rows), width
+        return self._measured.get(key, 0 if key in self._foreseen else None)
 
 
 class SearchRests:
@@ -246,6 +265,10 @@ class DraftWidths:
         if len(kinds) > 1 or (width and width not in self._widths):
             width = -1  # It was not recorded.
         self._costs.add(rows, width, sum(drafts), seconds, self._plans)
+
+    def foresee(self, rows: int, width: int, seconds: float) -> None:
+        """Note what the device was measured to take for a step, before any request."""
+        self._costs.foresee(rows, width, seconds)
 
     # ------------------------------------------------------------ plans
 

@@ -161,7 +161,10 @@ class Speculation(SchedulerPart):
     # ------------------------------------------------------------ results
 
     def begin_result(self, plan: StepPlan, result: StepResult) -> None:
-        """Measure the step, if it has no prompts."""
+        """Measure the step, if it has no prompts, and note what was measured before it."""
+        reported: DraftResult | None = result.parts.get(NAME)
+        for cost in () if reported is None else reported.costs:
+            self._widths.foresee(cost.rows, cost.drafts, cost.seconds)
         now = self._clock()
         seconds = now - max(self._last_end, now - result.device_seconds)
         self._last_end = now

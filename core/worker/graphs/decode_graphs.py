@@ -153,6 +153,17 @@ class DecodeGraphs:
         self.num_recorded += 1
         logger.debug("recorded a step of %d rows in %.3f s", rows, time.monotonic() - began)
 
+    @property
+    def row_counts(self) -> list[int]:
+        """Return the numbers of rows that are recorded."""
+        return [n for n in self._counts if (n, Ending.PLAIN) in self._replays]
+
+    def run_scratch(self, rows: int) -> None:
+        """Replay a step of the scratch slot alone."""
+        self._inputs.fill_scratch(rows)
+        self._replays[rows, Ending.PLAIN]()
+        count_run(Ending.PLAIN, self._written)
+
     def _run_once(self, rows: int, ending: Ending) -> None:
         self._step(rows, ending)
         count_run(ending, self._written)

@@ -94,6 +94,17 @@ class DraftGraphs:
         self._replays[rows, ending]()
         return True
 
+    @property
+    def row_counts(self) -> list[int]:
+        """Return the numbers of rows that are recorded."""
+        return [n for n in self._counts if (n, Ending.PLAIN) in self._replays]
+
+    def run_scratch(self, rows: int) -> None:
+        """Replay a step of the scratch slot alone."""
+        none = np.zeros(0, dtype=np.int32)
+        self._send(none, rows, none.reshape(0, 2))
+        self._replays[rows, Ending.PLAIN]()
+
     def record(self, rows: int, ending: Ending) -> None:
         none = np.zeros(0, dtype=np.int32)
         self._send(none, rows, none.reshape(0, 2))

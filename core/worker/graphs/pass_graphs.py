@@ -116,6 +116,11 @@ class PassGraphs:
         slots = np.asarray(plan.slots, dtype=np.int32)[places]
         return self._replay(slots, starts, rows, ANY, observed)
 
+    def run_scratch(self, rows: int, width: int) -> None:
+        """Replay all passes of the scratch slot alone, if they are recorded."""
+        if (rows, width) in self._replays:
+            self._replay((), np.zeros(0, dtype=np.int32), rows, width)
+
     def _recorded_rows(self, num_rows: int, width: int) -> int | None:
         able = (n for n, kind in self._replays if kind == width and n >= num_rows)
         return min(able, default=None)

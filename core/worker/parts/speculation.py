@@ -23,7 +23,7 @@ from ...nn.context import Taps
 from ...nn.operations import Operations
 from ...nn.step_operations.drafts import DraftTables
 from ...parallel.ranks import Group, OneRank
-from ...parts.speculation import NAME, DraftPlan, DraftResult, DraftStart
+from ...parts.speculation import NAME, DraftPlan, DraftResult, DraftStart, StepCost
 from ...protocols.attention import PagedBackend
 from ...protocols.models import HiddenStates
 from ...protocols.speculators import (
@@ -226,6 +226,8 @@ class Speculation(WorkerPart):
         """Slots whose end the speculator wants to know."""
         self.graphs: PassGraphs | None = None
         """Recorded passes, once there are any."""
+        self.costs: list[StepCost] = []
+        """Measured, and not reported yet."""
 
     # ------------------------------------------------------------ requests
 
@@ -297,7 +299,8 @@ class Speculation(WorkerPart):
         step.proposal_rows, self._proposal_rows = self._proposal_rows, []
         slots = [step.plan.slots[row] for row in step.proposal_rows]
         useless = self._masks.unfollowed(slots) if self._masks is not None else ()
-        return lambda: DraftResult(_numbers(step, useless), step.verified)
+        costs, self.costs = tuple(self.costs), []
+        return lambda: DraftResult(_numbers(step, useless), step.verified, costs)
 
     def routes(self, runner: ModelRunner) -> list[Route]:
         self._masks, self._processors = runner.masks, runner.sampler.processors

@@ -15,6 +15,7 @@ from ..graphs.draft_graphs import DraftGraphs
 from ..graphs.endings import Ending, recorded_endings
 from ..graphs.mixed_graphs import MixedGraphs
 from ..graphs.recorder import CountedRecorder, Recorder
+from ..graphs.step_costs import StepCosts
 from ..graphs.written_tokens import WrittenTokens, written_tokens
 from ..parts.drafted_route import DraftedRoute
 from ..parts.speculation import Speculation
@@ -140,6 +141,8 @@ class StepGraphs:
         """Those of a speculator's model."""
         routes = (route for route in runner.routes if isinstance(route, DraftedRoute))
         self._drafted = next(routes, None)
+        self._costs: StepCosts | None = None
+        """Once all is recorded."""
 
     @property
     def decode(self) -> DecodeGraphs:
@@ -216,6 +219,20 @@ class StepGraphs:
             return False
         more = [self._record_more(variant) for variant in self.variants]
         return any([self._record_passes(), *more])
+
+    def measure_next(self) -> bool:
+        """Measure one more step for a speculator's widths, once all is recorded; False: nothing is
+        left. With stages, steps overlap, and nothing is measured."""
+        speculation, drafts = self._speculation, self.plain.drafts
+        if speculation is None or not drafts or self._runner.stage is not None:
+            return False
+        if self._costs is None:
+            passes, device = speculation.graphs, self._runner.device
+            self._costs = StepCosts(self.decode, drafts, passes, device)
+        cost = self._costs.measure_next()
+        if cost is not None:
+            speculation.costs.append(cost)
+        return cost is not None
 
     def _record_passes(self) -> bool:
         """Record one more of a speculator's model's; return whether more are left."""

@@ -261,6 +261,24 @@ def test_a_slow_first_step_is_forgiven() -> None:
     assert traffic.run(1.0) > 2 * plain
 
 
+@pytest.mark.parametrize(("token", "width"), [(0.00002, 8), (0.003, 0)])
+def test_costs_of_the_device_decide_before_the_first_step_with_drafts(
+    token: float, width: int
+) -> None:
+    """Where there is room, the first rows with proposals have all of them; where there is none,
+    not even a first try has any, though results show more than the device takes alone."""
+    device, widths = Device(token=token), adaptive()
+    for each in (0, *WIDTHS):
+        widths.foresee(4, each, max(device.weights, token * 4 * (1 + each)) / 3)
+    traffic = Traffic(4, [0.9 if width else 0.5], 1.0, widths, device=device)
+    traffic.run(0.5)
+    drafted = [drafts for drafts in traffic.planned if drafts]
+    assert drafted[:1] == [4 * width][: width > 0] and bool(drafted) == bool(width)
+    untold = Traffic(4, traffic.rates, 1.0, adaptive(), device=Device(token=token))
+    untold.run(0.5)
+    assert [drafts for drafts in untold.planned if drafts][:1] != drafted[:1]
+
+
 def test_a_schedule_caps_the_drafts_of_a_step() -> None:
     schedule = ((1, 2, 8), (4, 9, 1))
     for num_rows, most in ((1, 8), (2, 8), (3, 8), (4, 1), (9, 1), (12, 1)):

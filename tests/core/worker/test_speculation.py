@@ -20,8 +20,10 @@ from jackfield.core.outputs import EngineStats
 from jackfield.core.parts.speculation import DraftPlan
 from jackfield.core.protocols import Drafts, KnownTokens, Speculator
 from jackfield.core.registry import Provenance, load_plugins
+from jackfield.core.scheduling.parts.draft_widths import DraftWidths
 from jackfield.core.step import SlotStart, StepPlan
 from jackfield.core.worker.batch import PersistentBatch
+from jackfield.core.worker.graphs.endings import Ending
 from jackfield.core.worker.parts.drafted_route import DraftedRoute
 from jackfield.core.worker.parts.speculation import Speculation
 from jackfield.core.worker.sampling.sampler import Sampler
@@ -315,15 +317,20 @@ async def test_no_speculator_changes_the_tokens(
     ],
 )
 async def test_recorded_forward_passes_and_kernels_give_the_same(
-    operations: str, method: str, folders: Any
+    operations: str, method: str, folders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows with drafts have recorded steps of their own, and go through those of prompts where
     others are among them; rows without go through those of decode rows, whose blocks are written by
-    column."""
+    column. What each costs is measured before, and told with the first result."""
     pytest.importorskip("triton")
     from test_mixed_graphs import RecordingExecutor
 
     replayed: Counter[int] = Counter()
+    foreseen: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        DraftWidths, "foresee",
+        lambda widths, rows, drafts, seconds: foreseen.append((rows, drafts)),
+    )  # fmt: skip
 
     class DraftingExecutor(RecordingExecutor):
         async def start(self) -> Any:
@@ -332,7 +339,18 @@ async def test_recorded_forward_passes_and_kernels_give_the_same(
             route = next(r for r in routes if isinstance(r, DraftedRoute))
             for graphs in route.graphs.values():
                 await self.watch(graphs)
+            assert self._thread is not None
+            await self._thread.call(self.measure)
             return info
+
+        @torch.inference_mode()
+        def measure(self) -> None:
+            steps = self._worker._started.graphs  # type: ignore[union-attr]
+            assert steps is not None
+            if 3 not in steps.decode.row_counts:
+                steps.decode.record(3, Ending.PLAIN)
+            while steps.measure_next():
+                pass
 
         async def watch(self, graphs: Any) -> None:
             graphs._counts = graphs._counts[-1:]  # So that others are padded.
@@ -394,6 +412,7 @@ async def test_recorded_forward_passes_and_kernels_give_the_same(
     counts = RecordingExecutor.counts
     assert counts["replayed"] and not counts["launched"], counts
     assert sum(replayed.values()) > 2, replayed
+    assert foreseen == [(3, drafts) for drafts in (0, *config.speculative_config.widths)]
 
 
 @pytest.mark.gpu
