@@ -29,10 +29,13 @@ FRAME_SIDE = 448
 
 
 def largest_items(
-    config: EngineConfig, model_config: ModelConfig, plugins: Plugins
+    config: EngineConfig,
+    model_config: ModelConfig,
+    plugins: Plugins,
+    max_tokens: int | None = None,
 ) -> list[ProcessedMedia]:
-    """Return the largest item of each modality that requests may send. Blocks. Raises as
-    processors do."""
+    """Return the largest item of each modality that requests may send, or of so many tokens.
+    Blocks. Raises as processors do."""
     media, registry = model_config.media, plugins["media_model"]
     if media is None:
         return []
@@ -46,7 +49,9 @@ def largest_items(
     kind: type[MediaModel] = registry.load(media.architecture)
     with registry.calling(media.architecture, "processor"):
         return [
-            largest_item(kind.processor(setup, name), name, model_config.max_model_len)
+            largest_item(
+                kind.processor(setup, name), name, max_tokens or model_config.max_model_len
+            )
             for name in media.modalities
         ]
 

@@ -25,9 +25,11 @@ from ...core.loading.build import build_model
 from ...core.loading.model_config import ModelConfig, resolve_model_config
 from ...core.media.readers import content_of
 from ...core.nn.operations import Operations
-from ...core.parts.media import PlacedItem
+from ...core.parts.media import MediaTensor, PlacedItem
 from ...core.protocols.media import MediaSetup, ProcessedMedia, Video, present_modalities
+from ...core.worker.graphs.encoder_graphs import EncoderGraphs, Kind, uploaded
 from .kit import Kit
+from .tape import recorded
 
 SIZES = ((40, 32), (32, 40), (64, 64), (200, 24), (17, 90))
 """Widths and heights of pictures; recordings have as many hundredths of the longest."""
@@ -73,6 +75,8 @@ class MediaModelKit(Kit):
     given_as_rows: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     """Modalities whose processor has `of_rows` → its fields, and the tensors of an item that have
     the same."""
+    launched: ClassVar[frozenset[str]] = frozenset()
+    """Modalities whose encodings cannot be recorded, as launches depend on pixels or samples."""
 
     @classmethod
     def write(cls, folder: Path) -> None:
@@ -187,6 +191,31 @@ class MediaModelKit(Kit):
         for item, rows in zip(items, self.encode(encoder, *items), strict=True):
             [alone] = self.encode(encoder, item)
             assert torch.allclose(rows, alone, atol=1e-5)
+
+    def test_recorded_encodings_give_what_launched_ones_give(
+        self, processors: dict[str, Any], encoder: Any
+    ) -> None:
+        """Alone and two together, with others' contents."""
+        for modality in processors.keys() - self.launched:
+            processor = processors[modality]
+            items = [process(processor, modality, (48, 48), seed) for seed in range(3)]
+            tensors = [
+                {name: MediaTensor.of(np.asarray(value)) for name, value in item.tensors.items()}
+                for item in items
+            ]
+            num_rows = content_of(items[0], modality, "").num_rows
+            kinds = [Kind.of(own, num_rows) for own in tensors]
+            assert len(set(kinds)) == 1, "items of one size launch the same"
+            device = torch.device("cpu")
+            given = [{name: uploaded(t, device) for name, t in own.items()} for own in tensors]
+            with torch.inference_mode():
+                graphs = EncoderGraphs(encoder.encode, recorded, device, 2 * num_rows)
+                for number in (1, 2):
+                    assert graphs.record(kinds[0], number), f"{modality} cannot be recorded"
+                replayed = graphs.encode(given, kinds)
+                for rows, own in zip(replayed, given, strict=True):
+                    [alone] = encoder.encode([own])
+                    assert torch.allclose(rows, alone, atol=1e-5), modality
 
     def test_positions_of_a_prompt(self, processors: dict[str, Any], encoder: Any) -> None:
         """Words before, between and after items turn by positions that go on by one."""

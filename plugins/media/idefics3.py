@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from ...core.protocols.media import MediaSetup, ProcessedMedia
+from .encoder import TransformersEncoder
 from .family import Pictures
 from .processor import ImageProcessor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+PATCHES = "patch_attention_mask"
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
@@ -40,8 +43,12 @@ class Idefics3Processor(ImageProcessor):
                 tokens += self._tokenize("\n")
         tokens += self._tile(f"\n\n{AROUND}{WHOLE}" if rows else f"{AROUND}{WHOLE}")
         tokens += self._tokenize(AROUND)
+        side = self.config.vision_config.patch_size
+        mask = np.asarray(tensors["pixel_attention_mask"], dtype=np.bool_)[0]
+        height, width = (size // side for size in mask.shape[1:])
+        cut = mask[:, : height * side, : width * side].reshape(-1, height, side, width, side)
         return ProcessedMedia(
-            {name: tensors[name] for name in ("pixel_values", "pixel_attention_mask")},
+            {"pixel_values": tensors["pixel_values"][0], PATCHES: cut.any((2, 4))},
             tokens,
             [token == self.placeholder_id for token in tokens],
         )
@@ -50,5 +57,19 @@ class Idefics3Processor(ImageProcessor):
         return [*self._tokenize(text), *self.repeated(self._per_tile)]
 
 
+class Idefics3Encoder(TransformersEncoder):
+    """Encodes all tiles: theirs looks at the pixels for tiles that pad a batch, and there are
+    none."""
+
+    def encode_together(
+        self, items: Sequence[Mapping[str, torch.Tensor]]
+    ) -> Sequence[torch.Tensor]:
+        tensors = {name: torch.cat([item[name] for item in items]) for name in items[0]}
+        states = self.hf.vision_model(**tensors)
+        rows = self.hf.connector(states.last_hidden_state)
+        return list(rows.reshape(len(items), -1, rows.shape[-1]))
+
+
 class Idefics3(Pictures):
     processor_class = Idefics3Processor
+    encoder_class = Idefics3Encoder

@@ -48,12 +48,12 @@ class Phi4MultimodalImages(PillowImages):
         if min(height, width) < LEAST:
             raise ValueError(f"is too narrow: {image.width} x {image.height} pixels")
         canvas[:height, :width] = self.resized(image, height, width)
-        mask = np.zeros((rows * (side // patch), columns * (side // patch)), dtype=np.uint8)
+        mask = np.zeros((rows * (side // patch), columns * (side // patch)), dtype=np.bool_)
         empty = [
             (whole - own) // patch
             for whole, own in zip(canvas.shape[:2], (height, width), strict=True)
         ]
-        mask[: mask.shape[0] - empty[0], : mask.shape[1] - empty[1]] = 1
+        mask[: mask.shape[0] - empty[0], : mask.shape[1] - empty[1]] = True
         return {"pixel_values": cut(canvas, side).transpose(0, 3, 1, 2), MASK: mask}
 
     def _grid(self, image: Image) -> tuple[int, int]:

@@ -470,7 +470,7 @@ def test_the_page_of_parts_has_all_of_them() -> None:
     assert missing <= CALLS_OF_DETAIL, missing
 
 
-CALLS_OF_DETAIL = {"chunk_planned", "run_largest", "run_scratch"}
+CALLS_OF_DETAIL = {"chunk_planned", "run_largest", "run_largest_recorded", "run_scratch"}
 """Of parts, which their docstrings alone explain."""
 
 

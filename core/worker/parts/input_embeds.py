@@ -21,10 +21,16 @@ from ...protocols.attention import PagedBackend
 from ...protocols.media import ProcessedMedia, Spans
 from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
 from ..batch import PersistentBatch, StepInputs
+from ..graphs.encoder_graphs import EncoderGraphs, Kind, uploaded
+from ..graphs.recorder import Recorder
 from ..launched_step import LaunchedStep
 from .part import PartNeeds, PartSite, PartStart, Report, StartContext, WorkerPart
 
 logger = logging.getLogger("jackfield.worker")
+
+RECORDED_SHARE = 4
+"""Of the rows that a plan encodes, recorded encodings have one in so many at most: the memory that
+they take stays taken, and launches of many rows take the device longer than the host."""
 
 
 class InputEmbedsStart(PartStart):
@@ -57,10 +63,11 @@ class InputEmbedsStart(PartStart):
             spans=self._spans, budget=self._budget, largest=self._largest,
         )  # fmt: skip
 
-    def _largest(self) -> list[ProcessedMedia]:
-        """Return the largest item of each modality that requests may send. Blocks."""
+    def _largest(self, max_tokens: int | None) -> list[ProcessedMedia]:
+        """Return the largest item of each modality that requests may send, or of so many tokens.
+        Blocks."""
         own = self._start
-        return largest_items(own.config, own.model_config, own.plugins)
+        return largest_items(own.config, own.model_config, own.plugins, max_tokens)
 
     def complete(self, num_blocks: int) -> Mapping[str, Any]:
         return {"row_width": self._width}
@@ -126,13 +133,21 @@ class InputEmbeds(WorkerPart):
         *,
         spans: Spans | None,
         budget: int,
-        largest: Callable[[], Sequence[ProcessedMedia]],
+        largest: Callable[[int | None], Sequence[ProcessedMedia]],
     ) -> None:
         """budget: rows that a plan encodes, if it is not one item; largest: makes the largest items
-        that requests may send."""
+        that requests may send, or of so many tokens."""
         self._encoder = encoder
         self._budget = budget
         self._make_largest = largest
+        self._recorded_rows = budget // RECORDED_SHARE
+        """Of a graph."""
+        self._largest: list[Kind] = []
+        """The largest items that requests may send."""
+        self._expected: list[Kind] = []
+        """Those that graphs encode: of modalities whose items are of one size, or small."""
+        self.graphs: EncoderGraphs | None = None
+        """None: encodings are launched."""
         self._batch = batch
         self._width = (1 + encoder.num_levels) * hidden_size
         self._dtype = dtype
@@ -162,15 +177,42 @@ class InputEmbeds(WorkerPart):
     def run_largest(self) -> int:
         """Encode the largest item of each modality, as many of them as one plan may encode."""
         most_rows = self._budget
-        for item in self._make_largest():
-            tensors = {name: MediaTensor.of(np.asarray(v)) for name, v in item.tensors.items()}
-            [rows] = self._encoder.encode([self._uploaded(tensors)])
-            num_rows = len(rows)
-            del rows
-            most_rows = max(most_rows, num_rows)
-            if (count := self._budget // num_rows) > 1:
-                self._encoder.encode([self._uploaded(tensors) for _ in range(count)])
+        self._largest = [self._encode_many(item, most_rows) for item in self._make_largest(None)]
+        for kind in self._largest:
+            most_rows = max(most_rows, kind.num_rows)
         return most_rows * self._width * self._dtype.itemsize
+
+    def run_largest_recorded(self) -> None:
+        """Encode what graphs encode at most."""
+        share = self._recorded_rows
+        kinds = [self._encode_many(item, share) for item in self._make_largest(share)]
+        self._expected = [kind for kind in kinds if kind in self._largest]
+        self._recorded_rows = max([share, *(kind.num_rows for kind in kinds)])
+
+    def _encode_many(self, item: ProcessedMedia, most_rows: int) -> Kind:
+        """Encode an item alone, then as often as there are so many rows; return its kind."""
+        tensors = {name: MediaTensor.of(np.asarray(v)) for name, v in item.tensors.items()}
+        [rows] = self._encoder.encode([self._uploaded(tensors)])
+        num_rows = len(rows)
+        del rows
+        if (count := most_rows // num_rows) > 1:
+            self._encoder.encode([self._uploaded(tensors) for _ in range(count)])
+        return Kind.of(tensors, num_rows)
+
+    def encoder_graphs(self, record: Recorder) -> EncoderGraphs | None:
+        """Return graphs of encodings, which are used from here on; None: there is no encoder.
+        Nothing is recorded yet."""
+        if isinstance(self._encoder, NoEncoder):
+            return None
+        self.graphs = EncoderGraphs(
+            self._encoder.encode, record, self._batch.device, self._recorded_rows
+        )
+        self.graphs.expect(self._expected)
+        return self.graphs
+
+    def weights_changed(self) -> None:
+        if self.graphs is not None:
+            self.graphs.forget()
 
     # ------------------------------------------------------------ slots
 
@@ -231,12 +273,17 @@ class InputEmbeds(WorkerPart):
     def _encoded(self, items: Sequence[ItemToEncode]) -> list[torch.Tensor]:
         """Return the rows of items, encoded together but for those that are given as rows."""
         tensors = [self._uploaded(item.tensors) for item in items]
-        encoded = iter(())
-        if others := [own for own in tensors if ROWS not in own]:
-            encoded = iter(self._encoder.encode(others))
+        encoded: Iterator[torch.Tensor] = iter(())
+        if others := [n for n, own in enumerate(tensors) if ROWS not in own]:
+            own = [tensors[number] for number in others]
+            if self.graphs is None:
+                encoded = iter(self._encoder.encode(own))
+            else:
+                kinds = [Kind.of(items[n].tensors, items[n].num_rows) for n in others]
+                encoded = iter(self.graphs.encode(own, kinds))
         outputs: list[torch.Tensor] = []
-        for item, own in zip(items, tensors, strict=True):
-            rows = own.get(ROWS)
+        for item, given in zip(items, tensors, strict=True):
+            rows = given.get(ROWS)
             if rows is None:
                 rows = next(encoded)
             if rows.shape != (item.num_rows, self._width):
@@ -248,12 +295,7 @@ class InputEmbeds(WorkerPart):
         return outputs
 
     def _uploaded(self, tensors: Mapping[str, MediaTensor]) -> dict[str, torch.Tensor]:
-        return {
-            name: torch.frombuffer(
-                bytearray(tensor.data), dtype=getattr(torch, tensor.dtype)
-            ).view(tensor.shape).to(self._batch.device, non_blocking=True)
-            for name, tensor in tensors.items()
-        }  # fmt: skip
+        return {name: uploaded(tensor, self._batch.device) for name, tensor in tensors.items()}
 
     def _place(self, plan: StepPlan) -> None:
         """Find the rows of outputs, and the positions, of the step's tokens of items."""

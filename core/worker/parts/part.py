@@ -143,6 +143,9 @@ class WorkerPart(PerSlot):
         beside steps and beside doing it again."""
         return 0
 
+    def run_largest_recorded(self) -> None:
+        """Do what takes most memory of what is recorded besides steps; as `run_largest`."""
+
     def warm_up(self) -> None:
         """Launch what is launched outside of the forward pass, so that it is compiled."""
 

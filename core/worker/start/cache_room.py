@@ -85,8 +85,9 @@ class CacheRoom:
         of_step, _ = self._peak_of(warmup.run_largest)
         peak = max(of_parts, of_step) + kept - self._held_before + self._beside
         if not self._config.enforce_eager:
-            # Graphs need as much memory of their own as the largest step.
-            peak += of_step - resting
+            # Graphs share memory of their own, as much as the largest needs.
+            of_recorded, _ = self._peak_of(warmup.run_largest_recorded_parts)
+            peak += max(of_step, of_recorded) - resting
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         budget = int(total * self._config.gpu_memory_utilization) - peak

@@ -18,6 +18,7 @@ from ..graphs.recorder import CountedRecorder, Recorder
 from ..graphs.step_costs import StepCosts
 from ..graphs.written_tokens import WrittenTokens, written_tokens
 from ..parts.drafted_route import DraftedRoute
+from ..parts.input_embeds import InputEmbeds
 from ..parts.speculation import Speculation
 from ..parts.states import States
 from ..runner import ModelRunner
@@ -139,6 +140,9 @@ class StepGraphs:
         self._speculation = speculation
         self.passes = None if speculation is None else speculation.pass_graphs(self._record)
         """Those of a speculator's model."""
+        embeds = runner.parts.find(InputEmbeds)
+        self.encoders = None if embeds is None else embeds.encoder_graphs(self._record)
+        """Those of an encoder of media."""
         routes = (route for route in runner.routes if isinstance(route, DraftedRoute))
         self._drafted = next(routes, None)
         self._costs: StepCosts | None = None
@@ -162,8 +166,8 @@ class StepGraphs:
     @property
     def num_recorded(self) -> int:
         """Number of graphs recorded so far."""
-        passes = 0 if self.passes is None else self.passes.num_recorded
-        return passes + sum(each.num_recorded for each in self.variants)
+        kinds = (self.passes, self.encoders, *self.variants)
+        return sum(each.num_recorded for each in kinds if each is not None)
 
     @property
     def num_failures(self) -> int:
@@ -218,7 +222,8 @@ class StepGraphs:
         if self._runner.decode.graphs is None:
             return False
         more = [self._record_more(variant) for variant in self.variants]
-        return any([self._record_passes(), *more])
+        encodings = self.encoders is not None and self.encoders.record_next()
+        return any([self._record_passes(), encodings, *more])
 
     def measure_next(self) -> bool:
         """Measure one more step for a speculator's widths, once all is recorded; False: nothing is

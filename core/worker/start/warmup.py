@@ -140,6 +140,11 @@ class Warmup:
         """Do what parts do at most besides steps. Return the bytes that stay taken beside them."""
         return sum(part.run_largest() for part in self._runner.parts)
 
+    def run_largest_recorded_parts(self) -> None:
+        """Do what parts record besides steps, at most."""
+        for part in self._runner.parts:
+            part.run_largest_recorded()
+
     def _run_parts(self, num_tokens: int) -> None:
         for part in self._runner.parts:
             part.run_scratch(num_tokens)
