@@ -14,6 +14,7 @@ from ...config import EngineConfig
 from ...errors import ConfigError
 from ...media.largest import largest_items
 from ...nn.input_embeds import EmbeddedRows, InputEmbedsContext, RopePositions
+from ...nn.sdpa import without_plans
 from ...nn.spans import Span
 from ...parts.input_embeds import NAME, InputEmbedsPlan, ItemToEncode, SlotItems
 from ...parts.media import ROWS, MediaTensor, PlacedItem
@@ -192,21 +193,25 @@ class InputEmbeds(WorkerPart):
     def _encode_many(self, item: ProcessedMedia, most_rows: int) -> Kind:
         """Encode an item alone, then as often as there are so many rows; return its kind."""
         tensors = {name: MediaTensor.of(np.asarray(v)) for name, v in item.tensors.items()}
-        [rows] = self._encoder.encode([self._uploaded(tensors)])
+        [rows] = self._launch([self._uploaded(tensors)])
         num_rows = len(rows)
         del rows
         if (count := most_rows // num_rows) > 1:
-            self._encoder.encode([self._uploaded(tensors) for _ in range(count)])
+            self._launch([self._uploaded(tensors) for _ in range(count)])
         return Kind.of(tensors, num_rows)
+
+    def _launch(self, items: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """Encode items. Modules of `transformers` call torch's attention themselves."""
+        with without_plans():
+            encoded: Sequence[torch.Tensor] = self._encoder.encode(items)
+            return encoded
 
     def encoder_graphs(self, record: Recorder) -> EncoderGraphs | None:
         """Return graphs of encodings, which are used from here on; None: there is no encoder.
         Nothing is recorded yet."""
         if isinstance(self._encoder, NoEncoder):
             return None
-        self.graphs = EncoderGraphs(
-            self._encoder.encode, record, self._batch.device, self._recorded_rows
-        )
+        self.graphs = EncoderGraphs(self._launch, record, self._batch.device, self._recorded_rows)
         self.graphs.expect(self._expected)
         return self.graphs
 
@@ -277,7 +282,7 @@ class InputEmbeds(WorkerPart):
         if others := [n for n, own in enumerate(tensors) if ROWS not in own]:
             own = [tensors[number] for number in others]
             if self.graphs is None:
-                encoded = iter(self._encoder.encode(own))
+                encoded = iter(self._launch(own))
             else:
                 kinds = [Kind.of(items[n].tensors, items[n].num_rows) for n in others]
                 encoded = iter(self.graphs.encode(own, kinds))

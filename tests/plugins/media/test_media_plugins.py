@@ -103,6 +103,8 @@ async def test_one_that_raises_at_the_start_is_named(method: str, folder: Path) 
 
 
 async def test_an_item_that_cannot_be_encoded_costs_its_request_alone(folder: Path) -> None:
+    planned: list[bool] = []
+
     class Fragile(Llava):
         """Its encoder raises for one picture, and returns too few rows for another."""
 
@@ -112,6 +114,7 @@ async def test_an_item_that_cannot_be_encoded_costs_its_request_alone(folder: Pa
             whole = made.encode_together
 
             def encode_together(items: Any) -> Any:
+                planned.append(torch.backends.cuda.cudnn_sdp_enabled())
                 means = [float(item["pixel_values"].float().mean()) for item in items]
                 if max(means) > 1.5:
                     raise ArithmeticError("too bright")
@@ -146,6 +149,8 @@ async def test_an_item_that_cannot_be_encoded_costs_its_request_alone(folder: Pa
             assert failed.error is not None and "too bright" in failed.error
             assert first.error is None and third.error is None
         assert engine.healthy
+    assert planned and not any(planned), "cuDNN would plan for each new shape"
+    assert torch.backends.cuda.cudnn_sdp_enabled(), "as the program around the engine has it"
 
 
 UNITS: dict[str, dict[tuple[int, int], int]] = {
