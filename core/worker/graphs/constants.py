@@ -19,7 +19,7 @@ numbers."""
 INDEXED = frozenset({"index", "index_put", "index_put_"})
 """Operations that do so for masks among their indices."""
 UNWRITTEN = frozenset({"empty", "empty_strided"})
-"""Operations that make what kernels may fill unseen."""
+"""Operations that make what kernels may fill unseen, on a device."""
 FROM_LISTS = frozenset({torch.tensor, torch.as_tensor, torch.Tensor.new_tensor})
 
 
@@ -139,7 +139,8 @@ class _Finding(_Mode):
         return self._noted(result, dependent=False)
 
     def done(self, name: str, out: Any, inputs: Any) -> Any:
-        return self._noted(out, dependent=name in UNWRITTEN or self._depends(inputs))
+        unwritten = name in UNWRITTEN and out.device.type != "cpu"
+        return self._noted(out, dependent=unwritten or self._depends(inputs))
 
     def _depends(self, inputs: Any) -> bool:
         return any(_storage(each) in self._dependent for each in _tensors(inputs))
