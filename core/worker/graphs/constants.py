@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -120,8 +121,9 @@ class _Finding(_Mode):
     def __init__(self, contents: Iterable[torch.Tensor], results: list[Any]) -> None:
         super().__init__()
         self._results = results
-        self._dependent = {_storage(tensor) for tensor in contents}
-        """Storages whose numbers depend on contents."""
+        self._dependent = _Storages()
+        """Those whose numbers depend on contents."""
+        self._dependent.add(contents)
         self._within = False
         """A constant is made, by several operations."""
 
@@ -143,12 +145,11 @@ class _Finding(_Mode):
         return self._noted(out, dependent=unwritten or self._depends(inputs))
 
     def _depends(self, inputs: Any) -> bool:
-        return any(_storage(each) in self._dependent for each in _tensors(inputs))
+        return any(each in self._dependent for each in _tensors(inputs))
 
     def _noted(self, out: Any, *, dependent: bool) -> Any:
-        storages = {_storage(each) for each in _tensors(out)}
-        # A storage may have the address of one that is gone.
-        (self._dependent.update if dependent else self._dependent.difference_update)(storages)
+        if dependent:
+            self._dependent.add(_tensors(out))
         return out
 
 
@@ -156,31 +157,48 @@ class _Using(_Mode):
     def __init__(self, results: Iterator[Any], read: dict[int, torch.UntypedStorage]) -> None:
         super().__init__()
         self._results, self._read = results, read
-        self._own: set[int] = set()
+        self._own = _Storages()
+        """What it has made itself."""
 
     def constant(self, work: Callable[[], Any], inputs: Any) -> Any:
         kept = next(self._results)
         self._keep(kept)
         result = _copied(kept)  # What follows may write to it.
-        self._own.update(map(_storage, _tensors(result)))
+        self._own.add(_tensors(result))
         return result
 
     def done(self, name: str, out: Any, inputs: Any) -> Any:
         self._keep(inputs)
-        self._own.update({_storage(each) for each in _tensors(out)} - self._read.keys())
+        self._own.add(each for each in _tensors(out) if _address(each) not in self._read)
         return out
 
     def _keep(self, tree: Any) -> None:
         for each in _tensors(tree):
-            if _storage(each) not in self._own:
-                self._read[_storage(each)] = each.untyped_storage()
+            if each not in self._own:
+                self._read[_address(each)] = each.untyped_storage()
+
+
+class _Storages:
+    """A set of storages, of which some may be gone: no other gets the address of one that is
+    weakly referred to."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, StorageWeakRef] = {}
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if (address := _address(tensor)) not in self._known:
+                self._known[address] = StorageWeakRef(tensor.untyped_storage())
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return _address(tensor) in self._known
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _address(tensor: torch.Tensor) -> int:
     address: int = tensor.untyped_storage()._cdata
     return address
 
