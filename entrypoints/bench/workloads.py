@@ -302,6 +302,11 @@ WORKLOADS: dict[str, Workload] = {
             headline="first_over_second",
         ),
         Workload(
+            id="first-documents", kind="minute", models=("Qwen3-8B",), prompt=(2048, 8000),
+            title="64 prompts of 2048 to 8000 tokens right after a start, and again",
+            requests=64, warmup=0, repeats=2, headline="first_over_second",
+        ),
+        Workload(
             id="W6", title="process start to ready to first token, cold and warm", kind="start",
             models=("Qwen3-8B",), prompt=(128, 128), output=(1, 1), headline="first_token_s",
         ),

@@ -42,7 +42,7 @@ def measure_batch(bench: Bench, workload: Workload) -> Iterator[Record]:
 
 
 def measure_first_minute(bench: Bench, workload: Workload) -> Iterator[Record]:
-    """W2's requests as an engine's first ones, then new ones of the same lengths."""
+    """Requests as an engine's first ones, then new ones of the same lengths."""
     rounds = [
         bench.backend.run(draw(workload, bench.vocab_size, trial)).seconds for trial in (1, 2)
     ]
