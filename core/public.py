@@ -81,6 +81,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "Group", "LinkedGroup", "Pipeline", "Product", "Ranks", "Transfer",
         ),
         "jackfield.core.parallel.expert_share": ("ExpertShare",),
+        "jackfield.core.parallel.round": ("Round",),
         "jackfield.core.loading.state.record": ("StateRecord",),
         "jackfield.core.text.tokenizer": ("Tokenizer",),
         "jackfield.core.scheduling.parts.part": (

@@ -17,6 +17,7 @@ from jackfield.core.parts import (
 )
 from jackfield.core.parts.exclusions import (
     CALCULATED_SCALES,
+    COMMON_EXPERTS,
     DATA_PARALLEL,
     EXPERT_BALANCE,
     KV_LEVELS,
@@ -47,6 +48,7 @@ MODES = {
     TENSOR_PARALLEL: "tensor parallel",
     PIPELINE: "pipeline parallel",
     DATA_PARALLEL: "data parallel",
+    COMMON_EXPERTS: "experts common to engines",
     EXPERT_BALANCE: "experts placed by load",
 }
 ALL = {**CAPABILITIES, **MODES}
@@ -54,6 +56,7 @@ EXECUTOR_FLAGS = {
     TENSOR_PARALLEL: "tensor_parallel",
     PIPELINE: "pipeline_parallel",
     DATA_PARALLEL: "data_parallel",
+    COMMON_EXPERTS: "joins_engines",
     EXPERT_BALANCE: "moves_experts",
 }
 
@@ -153,6 +156,7 @@ def _by_model() -> str:
         "- KV connectors move blocks of one group of layers: prefix caching must be on.\n"
         "- Tensor and pipeline parallel: the architecture's class says whether it can be divided "
         "([models](models.md)); models whose states are pooled run in one stage.\n"
+        "- Experts common to engines need `data_parallel_size` and a mixture of experts.\n"
         "- Experts placed by load need `enable_expert_parallel`, tensor parallel, and a mixture of "
         "experts.\n"
         "- Encoders without a cache, whose states are pooled, have none of these capabilities.\n"

@@ -46,6 +46,7 @@ def active_capabilities(config: EngineConfig) -> list[str]:
         exclusions.TENSOR_PARALLEL: config.tensor_parallel_size > 1,
         exclusions.PIPELINE: config.pipeline_parallel_size > 1,
         exclusions.DATA_PARALLEL: config.data_parallel_size > 1,
+        exclusions.COMMON_EXPERTS: config.divides_experts_among_engines,
         exclusions.EXPERT_BALANCE: config.enable_eplb,
         exclusions.RECORDING: config.record_steps is not None,
         exclusions.CALCULATED_SCALES: config.calculate_kv_scales,
@@ -70,12 +71,6 @@ def _check_parallel(config: EngineConfig) -> None:
             param="all2all_backend",
         )
     divided = config.enable_expert_parallel and config.tensor_parallel_size > 1
-    if config.enable_expert_parallel and not divided and config.data_parallel_size > 1:
-        raise ConfigError(
-            "enable_expert_parallel: experts are divided among the ranks of each engine "
-            "(tensor_parallel_size), not among engines (data_parallel_size)",
-            param="enable_expert_parallel",
-        )
     if config.enable_eplb and not divided:
         raise ConfigError(
             "enable_eplb: experts move between ranks that hold them whole: it needs "

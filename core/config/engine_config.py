@@ -153,8 +153,15 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def divides_experts_among_engines(self) -> bool:
+        """Whether the ranks of all engines hold some of a mixture's experts each."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
     def exchanges_tokens(self) -> bool:
         """Whether tokens are sent to the ranks that hold their experts."""
+        if self.divides_experts_among_engines:
+            return True
         divided = self.enable_expert_parallel and self.tensor_parallel_size > 1
         return divided and self.all2all_backend not in IN_PLACE
 

@@ -43,8 +43,8 @@ class ParallelOptions(ExecutionOptions, frozen=True, kw_only=True):
     enable_expert_parallel: Annotated[
         bool,
         doc(
-            "Divide a mixture's experts whole among the ranks of tensor_parallel_size, instead of "
-            "each expert; with one rank nothing is divided."
+            "Divide a mixture's experts whole among the ranks of all engines (tensor_parallel_size "
+            "times data_parallel_size), instead of each expert; with one rank nothing is divided."
         ),
     ] = False
     all2all_backend: Annotated[
@@ -52,8 +52,8 @@ class ParallelOptions(ExecutionOptions, frozen=True, kw_only=True):
         doc(
             "How tokens come to the ranks that hold their experts, with enable_expert_parallel: "
             "allgather_reducescatter or naive (each rank has all tokens, and one sum adds what "
-            "experts compute), all_to_all (tokens are exchanged by torch.distributed), or a "
-            "plugin's."
+            "experts compute; among engines, the first that works here), all_to_all (tokens are "
+            "exchanged by torch.distributed), or a plugin's."
         ),
     ] = IN_PLACE[0]
     enable_eplb: Annotated[

@@ -189,6 +189,7 @@ class Member:
         served: Callable[[Member, Welcome], None],
         lost: Callable[[Member], None],
         watched: bool,
+        restarts: RestartPolicy,
     ) -> None:
         """make_setup: of a start's number. fits: raises if a restarted engine cannot replace the
         first. prepare: called with each process that fits, and the number of its start, before it
@@ -209,10 +210,10 @@ class Member:
         self._served = served
         self._lost = lost
         self._watched = watched
+        self._restarts = restarts
 
     async def run(self) -> None:
         """Keep it running until it is given up, or this is cancelled."""
-        policy = RestartPolicy()
         try:
             while True:
                 began = time.monotonic()
@@ -223,7 +224,7 @@ class Member:
                 elif self.num_starts == 1:
                     return
                 await self._end(END_SECONDS)
-                pause = policy.pause(time.monotonic() - began if served else 0.0)
+                pause = self._restarts.pause(time.monotonic() - began if served else 0.0)
                 if pause is None:
                     break
                 logger.error("%s; it is started again in %g seconds", self.trouble, pause)

@@ -37,6 +37,7 @@ from ..loading.model_config import ModelConfig
 from ..lora_request import AdapterCard, AdapterJob
 from ..metrics.merge import Family, families, merged, render
 from ..outputs import EngineStats
+from ..parallel.meeting import MeetingPlace
 from ..protocols.executors import EngineHosts, ExecutorInfo
 from ..registration.executor_choice import choose_executor
 from ..registry import Plugins
@@ -46,6 +47,7 @@ from .devices import member_environments
 from .member import Member, MemberProcess, total
 from .member_jobs import MemberJobs
 from .metrics import PoolMetrics, of_member
+from .restarts import RestartPolicy
 from .router import Placement, Router
 from .setup import Setup
 from .spares import LocalHosts
@@ -53,6 +55,8 @@ from .spares import LocalHosts
 logger = logging.getLogger("jackfield.member")
 REPORT_SECONDS = 2.0
 """Seconds for members' metrics; slower ones are omitted."""
+NOTICE_SECONDS = 3.0
+"""Until members have noticed that one has ended whose experts they wait for."""
 PROFILE_SECONDS = 120.0
 """For a member that writes a trace."""
 
@@ -90,6 +94,10 @@ class PooledCores:
         self._environments: list[dict[str, str]] = []
         """Of local members."""
         self._hosts: EngineHosts = LocalHosts()
+        self._meeting: MeetingPlace | None = None
+        """Of members that divide a mixture's experts."""
+        self._ending: asyncio.Task[None] | None = None
+        """Ends all of them, since one has ended."""
         self._placements: dict[str, Placement] = {}
         """Request id → its placement."""
         self._seeds = random.Random(config.seed)
@@ -118,6 +126,12 @@ class PooledCores:
         if hosts is None:
             self._environments = await asyncio.to_thread(member_environments, config)
         self._hosts = hosts or LocalHosts()
+        if config.divides_experts_among_engines:
+            meeting = self._meeting = await asyncio.to_thread(MeetingPlace)
+            self._environments = [
+                {**own, **meeting.environment(number)}
+                for number, own in enumerate(self._environments)
+            ]
         self.members = [self._member(number) for number in range(config.data_parallel_size)]
         self._keepers = [asyncio.create_task(member.run()) for member in self.members]
         # As of one engine in another process: a member reports errors of the checkpoint.
@@ -160,6 +174,8 @@ class PooledCores:
             served=self._member_serves,
             lost=self._member_lost,
             watched=self.config.rank_timeout > 0,
+            # With common experts, the others could not join another process in its place.
+            restarts=RestartPolicy() if self._meeting is None else RestartPolicy(0),
         )
 
     def _setup(self, number: int, attempt: int) -> Setup:
@@ -204,12 +220,25 @@ class PooledCores:
         self.metrics.up[member.number].set(0)
         if member.process is not None:
             self.metrics.lost_requests[member.number].inc(member.process.num_lost)
+        if self._meeting is not None and self._ending is None:
+            self.requests.accepting = False
+            self._ending = asyncio.create_task(self._end_others())
         if all(each.given_up for each in self.members):
             self.requests.dead_reason = f"no member is left: {self._failures()}"
             self.requests.accepting = False
 
+    async def _end_others(self) -> None:
+        """End the members that wait for experts of one that has ended, unless they notice."""
+        processes = [each.process for each in self.members if each.process is not None]
+        await asyncio.wait([process.ended for process in processes], timeout=NOTICE_SECONDS)
+        for process in processes:
+            if process.process is not None and not process.ended.done():
+                process.process.kill()
+
     async def stop(self) -> None:
         self.requests.accepting = False
+        if self._ending is not None:
+            self._ending.cancel()
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
@@ -263,7 +292,7 @@ class PooledCores:
         member, or it was moved before, and may cause the deaths.
         """
         placement = self._placements[spec.request_id]
-        if placement.moved or spec.data_parallel_rank is not None:
+        if placement.moved or spec.data_parallel_rank is not None or self._meeting is not None:
             return False
         error = EngineStopped(dead.ended.result())
         if not self._send_again(state, spec, {placement.member: error}):

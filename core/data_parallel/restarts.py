@@ -14,8 +14,9 @@ STEADY_SECONDS = 300.0
 class RestartPolicy:
     """Counts a member's ends, in seconds of any clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_RESTARTS) -> None:
         self.num_failures = 0
+        self._most = most
 
     def pause(self, served_seconds: float) -> float | None:
         """Return the pause before the next start; None: give up.
@@ -25,6 +26,6 @@ class RestartPolicy:
         if served_seconds >= STEADY_SECONDS:
             self.num_failures = 0
         self.num_failures += 1
-        if self.num_failures > MAX_RESTARTS:
+        if self.num_failures > self._most:
             return None
         return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (self.num_failures - 1))

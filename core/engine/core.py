@@ -36,6 +36,7 @@ from ..scheduling.parts.adapters import Adapters
 from ..scheduling.parts.guarded_connector import GuardedConnector
 from ..scheduling.parts.kv_compression import KVCompression
 from ..scheduling.parts.kv_transfer import KVTransfer
+from ..scheduling.parts.rounds import Rounds
 from ..scheduling.scheduler import Scheduler
 from ..step import CompiledGrammar, Ping, StepPlan, StepResult
 from .admission import check_limits, request_limits
@@ -43,6 +44,7 @@ from .core_client import S
 from .grammars import Grammars
 from .kv_connector import connect, watch_transfers
 from .live_control import LiveControl
+from .other_engines import OtherEngines
 from .output_processor import OutputProcessor, RequestTracker, State
 from .plugin_events import PluginEvents
 from .profiling import Profiler
@@ -248,6 +250,7 @@ class EngineCore:
                 self._connector,
                 self.plugins,
                 model_config.media,
+                self._other_engines(),
             ),
             ttft_target=config.ttft_target_ms / 1000,
             itl_target=config.itl_target_ms / 1000,
@@ -286,6 +289,19 @@ class EngineCore:
         self.steps.start()
         if self._executor_error is not None:
             self.steps.fail(self._executor_error)
+
+    def _other_engines(self) -> OtherEngines | None:
+        """Return the engines that divide the experts with this one; None: none do."""
+        if not self.config.divides_experts_among_engines:
+            return None
+
+        def asked(wave: int) -> None:
+            rounds = self.scheduler.part(Rounds)
+            assert rounds is not None, "it announces waves"
+            rounds.ask(wave)
+            self._wake()
+
+        return OtherEngines(asked)
 
     def _balance_times(self) -> BalanceTimes | None:
         eplb = self.config.eplb_config

@@ -12,6 +12,7 @@ from ..parts import (
     encoder_decoder,
     input_embeds,
     kv_compression,
+    rounds,
     routed_experts,
     speculation,
 )
@@ -30,9 +31,11 @@ from ..scheduling.parts.kv_compression import CompressionRule, KVCompression
 from ..scheduling.parts.kv_transfer import KVTransfer
 from ..scheduling.parts.part import PartMaker, PartServices, SchedulerPart
 from ..scheduling.parts.pipeline import Pipeline
+from ..scheduling.parts.rounds import Rounds
 from ..scheduling.parts.routed_experts import RoutedExperts
 from ..scheduling.parts.speculation import Speculation
 from ..scheduling.parts.states import States
+from .other_engines import OtherEngines
 
 LEVEL_INTERVAL = 256
 """Generated tokens between moves to other levels, unless an option says otherwise: few moves, and
@@ -46,11 +49,15 @@ def scheduler_parts(
     connector: GuardedConnector | None,
     plugins: Plugins,
     media_config: MediaConfig | None = None,
+    engines: OtherEngines | None = None,
 ) -> list[PartMaker]:
-    """Return the parts' makers in calling order. Raises ConfigError for an option without its part
-    in the worker.
+    """Return the parts' makers in calling order. engines: with which this one has rounds. Raises
+    ConfigError for an option without its part in the worker.
     """
     parts: list[PartMaker] = []
+    if engines is not None:
+        _check(config, info, rounds.NAME, "enable_expert_parallel", "joins no other engines")
+        parts.append(Rounds.maker(info.steps_in_flight, engines.announce))
     if config.enable_lora:
         _check(config, info, adapters.NAME, "enable_lora", "serves no adapters")
         room, longest = adapters.adapter_room(config), config.lora_max_wait_steps

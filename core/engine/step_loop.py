@@ -150,6 +150,7 @@ class StepLoop:
                 self._wake.clear()
                 balance = None if self._balancing is None else self._balancing.due
                 if self._holders:
+                    self._fill(in_flight)
                     if not in_flight:
                         await self._rest()
                         continue
@@ -272,7 +273,10 @@ class StepLoop:
             start = self._timing.now()
             if self.timeline is not None:
                 self.timeline.begin()
-            plan = self.scheduler.schedule(self._timing.pace())
+            if self._holders:
+                plan = self.scheduler.owed_plan()
+            else:
+                plan = self.scheduler.schedule(self._timing.pace())
             if plan is None:
                 return
             try:

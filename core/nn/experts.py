@@ -147,7 +147,7 @@ class Experts(nn.Module):
         if self.share is not None:
             check_features(build.operations, frozenset({"experts.foreign"}))
             if build.ranks.all2all is not None:
-                self.exchange = ExpertExchange(build.ranks.all2all, self.share)
+                self.exchange = ExpertExchange(build.ranks.all2all, self.share, build.ranks.round)
             if build.redundant_experts is not None:
                 self.balance = ExpertBalance(
                     self.share, build.redundant_experts, build.ranks.experts, build.device
@@ -244,6 +244,7 @@ class SparseMLP(nn.Module):
         )
         width = hidden_size if latent_size is None else latent_size
         self.experts = Experts(num_experts, width, intermediate_size, build, bias=bias, gated=gated)
+        self._width, self._dtype = width, build.dtype
         self.latent = latent_size is not None
         if self.latent:
             self.fc1_latent_proj = Linear(hidden_size, width, build)
@@ -278,7 +279,17 @@ class SparseMLP(nn.Module):
         return self.ranks.add(residual, (self._routed, x), (self.shared_experts.down_proj, inner))
 
     def _routed(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
-        routing = self.experts.local(self.choose(x))
+        computed = self.computed(self.inputs(x), self.experts.local(self.choose(x)), residual)
+        if not self.latent:
+            return computed
+        # Linear: of several ranks, each may project its part of the sum.
+        out: torch.Tensor = self.fc2_latent_proj(computed, residual=residual)
+        return out
+
+    def computed(
+        self, x: torch.Tensor, routing: Routing, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return what the experts compute for the inputs; without a latent, plus the residual."""
         first, down = self.experts.first, self.experts.down_proj
         more: dict[str, Any] = {
             "gate_up_bias": first.bias, "down_bias": down.bias, "activation": self.activation
@@ -294,19 +305,19 @@ class SparseMLP(nn.Module):
                 x, chosen, first.expert_weight, down.expert_weight, residual=into, **more
             )
 
-        x = self.inputs(x)
+        into = None if self.latent else residual
         exchange = None if self.ranks.paused else self.experts.exchange
-        if exchange is not None:
-            assert residual is None, "the sum over ranks adds it"
-            computed = exchange.run(x, routing.experts, routing.weights, compute)
-        else:
-            into = None if self.latent else residual
-            computed = compute(x, routing.experts, routing.weights, into)
-        if not self.latent:
-            return computed
-        # Linear: of several ranks, each may project its part of the sum.
-        out: torch.Tensor = self.fc2_latent_proj(computed, residual=residual)
-        return out
+        if exchange is None:
+            return compute(x, routing.experts, routing.weights, into)
+        computed = exchange.run(x, routing.experts, routing.weights, compute)
+        return computed if into is None else into.add_(computed)
+
+    def compute_for_others(self) -> None:
+        """Take part in the exchange of a layer for which this engine has no tokens."""
+        weight, top_k = self.gate.weight, self.rule.top_k
+        weights = weight.new_empty(0, top_k, dtype=torch.float32)
+        x = weight.new_empty(0, self._width, dtype=self._dtype)
+        self.computed(x, self.experts.local(Routing(weights, weights.int())), None)
 
     def choose(self, x: torch.Tensor) -> Routing:
         """Choose each token's experts: [num_tokens, hidden_size] → what each token gets."""

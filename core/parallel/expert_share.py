@@ -35,7 +35,8 @@ class ExpertShare(NamedTuple):
         if num_experts < group.size:
             raise ConfigError(
                 f"enable_expert_parallel: a layer of this model has {num_experts} experts, fewer "
-                f"than tensor_parallel_size {group.size}",
+                f"than the {group.size} ranks that would divide them (tensor_parallel_size times "
+                "data_parallel_size)",
                 param="enable_expert_parallel",
             )
         each, more = divmod(places, group.size)

@@ -10,12 +10,15 @@ import msgspec
 import torch
 
 from ..config import EngineConfig
+from ..config.parallel_options import IN_PLACE
 from ..errors import ConfigError
 from ..protocols.all2all import All2All, All2AllSetup
 from ..protocols.collectives import Collectives, CollectivesSetup
 from ..registration.choice import choose
 from ..registry import Plugins
+from .meeting import Engine
 from .ranks import ONE_STAGE, Group, OneRank, Pipeline, Ranks
+from .round import Round
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
@@ -66,6 +69,8 @@ def join(
         return group
 
     num_stages, tensor_size = config.pipeline_parallel_size, config.tensor_parallel_size
+    if config.num_ranks == 1:
+        return _ranks(config, plugins, OneRank(), ONE_STAGE, address, device, local)
     world = group_of(rank, num_stages * tensor_size, address, listener)
     if num_stages == 1:
         return _ranks(config, plugins, world, ONE_STAGE, address, device, local)
@@ -90,13 +95,52 @@ def _ranks(
     device: torch.device,
     local_rank: int,
 ) -> Ranks:
+    if config.divides_experts_among_engines:
+        return _among_engines(config, plugins, tensor, device, local_rank)
     experts = tensor if config.enable_expert_parallel else OneRank()
     all2all = None
     if config.exchanges_tokens:
-        all2all = _join_all2all(config, plugins, tensor, address, device)
+        own = listen(own_address(*address)) if tensor.rank == 0 else None
+        addresses = exchange(tensor, None if own is None else own.getsockname()[:2], device)
+        all2all = _join_all2all(config, plugins, tensor, tuple(addresses[0]), own, device)
     return Ranks(
         tensor=tensor, experts=experts, pipeline=pipeline, all2all=all2all, local_rank=local_rank
     )
+
+
+def _among_engines(
+    config: EngineConfig, plugins: Plugins, tensor: Group, device: torch.device, local_rank: int
+) -> Ranks:
+    """Join the ranks of all engines (`data_parallel_size`), which divide the experts."""
+    engine = Engine.of_environment()
+    size = config.data_parallel_size * tensor.size
+    experts = OneRank(engine.number * tensor.size + tensor.rank, size)
+
+    def meet(name: str) -> tuple[tuple[str, int], socket.socket | None]:
+        """Return where the first of all ranks listens, and its socket there."""
+        own = listen() if experts.rank == 0 else None
+        if own is not None:
+            engine.tell(name, str(own.getsockname()[1]))
+        return ("127.0.0.1", int(engine.wait(name, config.distributed_timeout_seconds))), own
+
+    cpu = torch.device("cpu")
+    registry = plugins["collectives"]
+    name, of_hosts, _ = choose(
+        registry, "collectives", "auto", lambda candidate: candidate.supports(cpu)
+    )
+    address, listener = meet("counts")
+    setup = CollectivesSetup(
+        rank=experts.rank, size=size, address=address, listener=listener, device=cpu,
+        timeout=config.distributed_timeout_seconds,
+    )  # fmt: skip
+    with registry.calling(name, "its constructor"):
+        counts: Collectives = of_hosts(setup)
+    address, listener = meet("tokens")
+    all2all = _join_all2all(config, plugins, experts, address, listener, device)
+    return Ranks(
+        tensor=tensor, experts=experts, all2all=all2all, local_rank=local_rank,
+        round=Round(counts, tensor.size),
+    )  # fmt: skip
 
 
 def _join_all2all(
@@ -104,25 +148,25 @@ def _join_all2all(
     plugins: Plugins,
     group: Group,
     address: tuple[str, int],
+    listener: socket.socket | None,
     device: torch.device,
 ) -> All2All:
     """Join a group's exchange of tokens, led by its first rank."""
     registry = plugins["all2all_backend"]
+    in_place = config.all2all_backend in IN_PLACE
     name, backend, _ = choose(
-        registry, "all2all_backend", config.all2all_backend,
+        registry, "all2all_backend", "auto" if in_place else config.all2all_backend,
         lambda candidate: candidate.supports(device),
     )  # fmt: skip
-    listener = listen(own_address(*address)) if group.rank == 0 else None
-    addresses = exchange(group, None if listener is None else listener.getsockname()[:2], device)
     tokens = config.max_num_batched_tokens or config.max_num_seqs
     setup = All2AllSetup(
         rank=group.rank,
         size=group.size,
-        address=tuple(addresses[0]),
+        address=address,
         listener=listener,
         device=device,
         timeout=config.distributed_timeout_seconds,
-        max_tokens=-(-tokens // group.size),
+        max_tokens=-(-tokens // config.tensor_parallel_size),
     )
     with registry.calling(name, "its constructor"):
         joined: All2All = backend(setup)
@@ -132,7 +176,7 @@ def _join_all2all(
 def leave(ranks: Ranks) -> None:
     """Leave the groups, after `Worker.stop` dropped the graphs that use them."""
     with contextlib.ExitStack() as closing:  # All of them, also if one raises.
-        for group in (ranks.pipeline.world, ranks.tensor, ranks.all2all):
+        for group in (ranks.pipeline.world, ranks.tensor, ranks.all2all, ranks.round):
             close = getattr(group, "close", None)
             if close is not None:
                 closing.callback(close)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..protocols.all2all import All2All
+    from .round import Round
 
 
 class Group(Protocol):
@@ -213,10 +214,13 @@ class Ranks:
     """Stages that each hold some of the layers (pipeline parallelism)."""
     experts: Group = OneRank()
     """Ranks that each hold some of a mixture's experts whole (expert parallelism): those of
-    `tensor`, or with one rank, each expert is divided like other layers. Its methods are not
-    called: what experts compute is a term of `add`'s sum."""
+    `tensor`, or of all engines, or with one rank, each expert is divided like other layers. Its
+    methods are not called: what experts compute is a term of `add`'s sum."""
     all2all: All2All | None = None
     """How tokens come to the ranks of `experts`; None: each has all tokens."""
+    round: Round | None = None
+    """The step of all engines, if `experts` are ranks of several; they take part in each other's
+    steps."""
     local_rank: int = 0
     """Number of this rank among those of its host, and of its device."""
 

@@ -20,6 +20,7 @@ from . import (
 TENSOR_PARALLEL = "tensor_parallel"
 PIPELINE = "pipeline"
 DATA_PARALLEL = "data_parallel"
+COMMON_EXPERTS = "common_experts"
 EXPERT_BALANCE = "expert_balance"
 RECORDING = "recording"
 CALCULATED_SCALES = "calculated_scales"
@@ -35,6 +36,7 @@ OPTIONS: Mapping[str, str] = {
     TENSOR_PARALLEL: "tensor_parallel_size",
     PIPELINE: "pipeline_parallel_size",
     DATA_PARALLEL: "data_parallel_size",
+    COMMON_EXPERTS: "enable_expert_parallel",
     EXPERT_BALANCE: "enable_eplb",
     RECORDING: "record_steps",
     CALCULATED_SCALES: "calculate_kv_scales",
@@ -67,6 +69,19 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
     input_embeds.NAME: {
         RECORDING: "a recording has no pictures, so it could not be replayed; language_model_only "
         "serves text alone",
+    },
+    COMMON_EXPERTS: {
+        speculation.NAME: "engines with common experts (data_parallel_size) do not draft in step "
+        "with each other yet",
+        adapters.NAME: "tokens of other engines would need their adapters",
+        encoder_decoder.NAME: "it has no experts",
+        PIPELINE: "engines with common experts (data_parallel_size) have no stages yet",
+        EXPERT_BALANCE: "experts do not move between engines (data_parallel_size) yet",
+        RECORDING: "steps of engines with common experts (data_parallel_size) could not be "
+        "replayed alone",
+        CALCULATED_SCALES: "engines with common experts (data_parallel_size) do not begin with the "
+        "same step",
+        BATCH_INVARIANT: "sums over engines' ranks (data_parallel_size) do not have one order",
     },
     EXPERT_BALANCE: {PIPELINE: "experts of stages do not move yet"},
     RECORDING: {
@@ -101,7 +116,9 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Capability → other or mode → reason. Each pair occurs once."""
-NEEDS: Mapping[str, str] = {EXPERT_BALANCE: TENSOR_PARALLEL}
+NEEDS: Mapping[str, str] = {
+    COMMON_EXPERTS: DATA_PARALLEL, EXPERT_BALANCE: TENSOR_PARALLEL,
+}  # fmt: skip
 """Mode → a required other."""
 
 

@@ -14,6 +14,7 @@ from . import (
     input_embeds,
     kv_compression,
     kv_transfer,
+    rounds,
     routed_experts,
     speculation,
     states,
@@ -41,6 +42,7 @@ BUILTIN: dict[str, SentTypes] = {
     ),
     kv_transfer.NAME: SentTypes(plan=kv_transfer.TransferPlan, result=kv_transfer.TransferResult),
     input_embeds.NAME: SentTypes(plan=input_embeds.InputEmbedsPlan, start=input_embeds.SlotItems),
+    rounds.NAME: SentTypes(result=rounds.RoundResult),
     routed_experts.NAME: SentTypes(result=routed_experts.RoutedTokens),
     speculation.NAME: SentTypes(
         plan=speculation.DraftPlan, result=speculation.DraftResult, start=speculation.DraftStart

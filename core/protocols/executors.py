@@ -41,6 +41,10 @@ class Executor(ABC):
     """Whether each of `EngineConfig.data_parallel_size` engines may have one: they are processes of
     one host, with devices that only they see, or where `engine_hosts` says. False: more than one
     engine are refused."""
+    joins_engines: ClassVar[bool] = False
+    """Whether its ranks also join those of the other engines, which are processes of this host, to
+    divide a mixture's experts among all (`core.parallel.join`); False: `EngineConfig` with
+    `data_parallel_size` and `enable_expert_parallel` is refused."""
     moves_experts: ClassVar[bool] = False
     """Whether its ranks do `BalanceExperts`; False: `EngineConfig.enable_eplb` is refused."""
 

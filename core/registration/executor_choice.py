@@ -61,6 +61,11 @@ def _missing_feature(config: EngineConfig, executor: type[Executor]) -> MissingF
         return MissingFeature("tensor_parallel_size", "runs one rank")
     if config.pipeline_parallel_size > 1 and not executor.pipeline_parallel:
         return MissingFeature("pipeline_parallel_size", "runs one stage")
+    if config.divides_experts_among_engines and not executor.joins_engines:
+        return MissingFeature(
+            "enable_expert_parallel",
+            "does not join the ranks of other engines (data_parallel_size)",
+        )
     if config.data_parallel_size > 1 and not executor.data_parallel:
         return MissingFeature("data_parallel_size", "does not share a host with other engines")
     if config.enable_eplb and not executor.moves_experts:

@@ -279,6 +279,15 @@ class Scheduler:
             return self._build_plan(builder)
         return None
 
+    def owed_plan(self) -> StepPlan | None:
+        """Plan a step without rows that must run while requests may have none; None: none must."""
+        if not any([must_step() for must_step in self._parts.must_step]):
+            return None
+        builder = PlanBuilder(0, prompts_alone=False, longest_whole=0)
+        for begin_plan in self._parts.begin_plan:
+            begin_plan(builder)
+        return self._build_plan(builder)
+
     def _build_plan(self, builder: PlanBuilder) -> StepPlan:
         step = next(self._steps)
         planned = self._in_flight[step] = builder.planned()

@@ -272,6 +272,8 @@ class Worker:
         assert self.runner is not None, "start() comes first"
         if self.ranks.pipeline.size > 1:
             raise NotImplementedError("stages do not go on after a step that failed")
+        if self.ranks.round is not None:
+            raise NotImplementedError("engines with common experts do not go on after it")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.runner.forget_slots()

@@ -172,6 +172,7 @@ class ExecutorKit(Kit):
             assert isinstance(executor_class.pipeline_parallel, bool)
             assert isinstance(executor_class.data_parallel, bool)
             assert isinstance(executor_class.moves_experts, bool)
+            assert isinstance(executor_class.joins_engines, bool)
             for _ in range(2):
                 executor_class.start_ahead(config)
             await asyncio.to_thread(executor_class.initialize_device, config, plugins)

@@ -73,6 +73,7 @@ class ProcessesExecutor(Executor):
     """Runs plans on all ranks. All but the worker is for the event loop only."""
 
     tensor_parallel = pipeline_parallel = data_parallel = moves_experts = True
+    joins_engines = True
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
         self.config = config

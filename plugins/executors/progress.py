@@ -14,9 +14,9 @@ from ...core.parallel.ranks import Group
 
 CELL = 8
 """Bytes of a number; written atomically."""
-COLUMNS = ("beats", "started", "finished", "collectives", "compiling")
+COLUMNS = ("beats", "started", "finished", "collectives", "compiling", "awaits_engines")
 """Signs of life; number of the last step or job that the rank started, and finished; calls to other
-ranks; signs of life while compiling."""
+ranks; signs of life while compiling; 1 while it waits for other engines to begin a step."""
 BEAT_SECONDS = 0.25
 TOKENS = 8192
 """Tokens of a prompt step per no-progress timeout: the host does not see the device's progress
@@ -80,6 +80,10 @@ class Progress:
     def finish(self, number: int) -> None:
         """Record the end of a step or job, failed or not."""
         self._cells[2] = number
+
+    def await_engines(self, waits: bool) -> None:
+        """Note that the rank begins, or ends, to wait for other engines."""
+        self._cells[5] = waits
 
     def counted_call(self) -> None:
         self._cells[3] += 1
@@ -169,7 +173,9 @@ class StallDetector:
             if self._silent[rank] >= self._ticks:
                 return Stall(f"rank {rank} has given no sign of life", self._ticks)
         progress = [{name: row[name] for name in COLUMNS[1:]} for row in rows]
-        self._still = self._still + 1 if awaited and progress == self._last else 0
+        elsewhere = all(row["awaits_engines"] for row in rows)
+        stays = awaited and progress == self._last and not elsewhere
+        self._still = self._still + 1 if stays else 0
         self._last = progress
         most = round(self._ticks * (1 + tokens / TOKENS))
         return Stall(self._blame(rows), most) if self._still >= most else None

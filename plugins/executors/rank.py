@@ -87,7 +87,7 @@ class RankWorker:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # Of this thread.
         ranks = ONE_RANK
-        if config.num_ranks > 1:
+        if config.num_ranks > 1 or config.divides_experts_among_engines:
             ranks = join(
                 config,
                 plugins,
@@ -100,6 +100,8 @@ class RankWorker:
         if (world := ranks.pipeline.world) is not None:
             links = dataclasses.replace(ranks.pipeline, world=progress.counted(world))
             counted = dataclasses.replace(counted, pipeline=links)
+        if ranks.round is not None:
+            ranks.round.waits = progress.await_engines
         return cls(Worker(config, model_config, plugins, counted), ranks)
 
     def run_job(self, job: WorkerJob) -> Any:

@@ -60,13 +60,7 @@ class ScaledInputMLP(SparseMLP):
         logits, chosen = self.gate(x).max(dim=-1, keepdim=True)
         weight = self.operations.pointwise(torch.sigmoid, logits.float())
         routing = self.experts.local(Routing(torch.ones_like(weight), chosen.to(torch.int32)))
-        scaled = x * weight.to(x.dtype)
-        residual = torch.zeros_like(x) if residual is None else residual
-        return self.operations.experts(
-            scaled, routing, self.experts.gate_up_proj.expert_weight,
-            self.experts.down_proj.expert_weight,
-            residual=residual,
-        )  # fmt: skip
+        return self.computed(x * weight.to(x.dtype), routing, residual)
 
 
 class Llama4ForCausalLM(CausalLM):

@@ -404,7 +404,6 @@ def is_there(what: str) -> bool:
         "adapters (LoRA)": "--enable-lora" not in vllm_flags.MISSING,
         "ColPali and ColQwen2": "ColQwen2ForRetrieval" in plugins["media_model"],
         "beam search": "use_beam_search" in protocol.SamplingRequest.__struct_fields__,
-        "experts divided among engines": takes(data_parallel_size=2, enable_expert_parallel=True),
         "contexts divided among ranks": is_taken("--decode-context-parallel-size", "2"),
         "weights in host memory": is_taken("--cpu-offload-gb", "4"),
         "several hosts without Ray": is_taken("--nnodes", "2"),

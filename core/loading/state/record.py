@@ -76,6 +76,13 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
                 "; convert the checkpoint with the same option",
                 param="enable_expert_parallel",
             )
+        if ranks.experts.size > ranks.tensor.size:
+            raise ConfigError(
+                f"data_parallel_size: {file} has the experts of one engine's ranks, and here those "
+                "of several divide them (enable_expert_parallel); serve the checkpoint that was "
+                "converted",
+                param="data_parallel_size",
+            )
         if self.pipeline_layer_partition != ranks.pipeline.partition:
             raise ConfigError(
                 f"pipeline_layer_partition: {file} was made with another one; convert the "

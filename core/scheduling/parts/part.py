@@ -184,6 +184,11 @@ class SchedulerPart:
         """Return whether a plan is needed though no request has a row."""
         return False
 
+    def must_step(self) -> bool:
+        """Return whether a step without rows must run, even while the engine launches no others
+        (it is paused)."""
+        return False
+
     def plan_part(self, step: int, builder: PlanBuilder) -> PartPlan | None:
         """Return what goes with the plan of this step, and begin the next one. Rows and counters of
         requests are final."""

@@ -50,6 +50,7 @@ class SchedulerParts:
         self.relieve = self._having("relieve")
         self.rows_chosen = self._having("rows_chosen")
         self.needs_plan = self._having("needs_plan")
+        self.must_step = self._having("must_step")
         self.begin_result = self._having("begin_result")
         self._of_rows = [
             (part.concerns_rows, self._calls(part, "settle"), self._calls(part, "kept"))

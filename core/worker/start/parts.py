@@ -17,6 +17,7 @@ from ..parts.kv_compression import backend_refusal as compression_refusal
 from ..parts.kv_transfer import KVTransferStart
 from ..parts.part import PartStart, StartContext
 from ..parts.pipeline import PipelineStart
+from ..parts.rounds import RoundsStart
 from ..parts.routed_experts import RoutedExpertsStart
 from ..parts.speculation import SpeculationStart
 from ..parts.speculation import backend_refusal as speculation_refusal
@@ -61,6 +62,8 @@ def start_parts(start: StartContext, notify: Callable[[], None]) -> list[PartSta
         parts.append(speculation_start)
     if config.enable_return_routed_experts:
         parts.append(RoutedExpertsStart(start))
+    if start.ranks.round is not None:
+        parts.append(RoundsStart(start))
     if start.ranks.pipeline.size > 1:
         parts.append(PipelineStart(start))
     if config.enable_lora:

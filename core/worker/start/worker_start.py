@@ -477,6 +477,8 @@ class WorkerStart:
             return None
         if (all2all := self.ranks.all2all) is not None and not all2all.recordable:
             return None
+        if self.ranks.round is not None:
+            return None  # Engines would have to agree on a width.
         if (recorder := self._recorder()) is None:
             return None
         return StepGraphs(runner, recorder, self._max_num_batched_tokens, self.ranks)

@@ -75,6 +75,8 @@ class RayFollower(FollowerConnection):
 class RayExecutor(ProcessesExecutor):
     """As `processes`, on several hosts."""
 
+    joins_engines = False
+
     def __init__(self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
         """Raises ConfigError without Ray."""
         load_ray()

@@ -30,6 +30,7 @@ from jackfield.core.parts import (
 from jackfield.core.parts.exclusions import (
     BATCH_INVARIANT,
     CALCULATED_SCALES,
+    COMMON_EXPERTS,
     DATA_PARALLEL,
     EXCLUDES,
     EXPERT_BALANCE,
@@ -72,6 +73,7 @@ PROCESSES: dict[str, dict[str, Any]] = {
     TENSOR_PARALLEL: {"tensor_parallel_size": 2},
     PIPELINE: {"pipeline_parallel_size": 2},
     DATA_PARALLEL: {"data_parallel_size": 2},
+    COMMON_EXPERTS: {"data_parallel_size": 2, "enable_expert_parallel": True},
     EXPERT_BALANCE: {
         "tensor_parallel_size": 2,
         "enable_expert_parallel": True,
@@ -125,11 +127,12 @@ SEEING: dict[str, Any] = {
         "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
     },
 }  # fmt: skip
-# Both need a mixture.
-CONFIGS[routed_experts.NAME] = CONFIGS[EXPERT_BALANCE]
-CONFIGS[f"{states.NAME}-{routed_experts.NAME}"] = CONFIGS[f"{states.NAME}-{EXPERT_BALANCE}"]
+# All need a mixture.
+for _name in (COMMON_EXPERTS, routed_experts.NAME):
+    CONFIGS[_name] = CONFIGS[EXPERT_BALANCE]
+    CONFIGS[f"{states.NAME}-{_name}"] = CONFIGS[f"{states.NAME}-{EXPERT_BALANCE}"]
 CONFIGS[input_embeds.NAME] = {**SEEING, "text_config": CONFIGS["plain"]}
-for _name in (EXPERT_BALANCE, routed_experts.NAME):
+for _name in (COMMON_EXPERTS, EXPERT_BALANCE, routed_experts.NAME):
     CONFIGS[f"{input_embeds.NAME}-{_name}"] = {**SEEING, "text_config": CONFIGS[EXPERT_BALANCE]}
 
 

@@ -388,6 +388,22 @@ def test_time_passes_only_while_something_is_awaited() -> None:
     assert detector.tick(awaited=False) == ("rank 1 has given no sign of life", 2)
 
 
+def test_ranks_may_wait_for_other_engines_but_not_for_one_of_their_own() -> None:
+    """Engines with common experts begin each step together (`Round`)."""
+    own, other = Progress.create(), Progress.create()
+    detector = StallDetector([own, other], ticks=2)
+
+    def beat() -> bool:
+        other.beat(_ident())
+        return detector.tick(awaited=True) is not None
+
+    own.await_engines(True)
+    other.await_engines(True)
+    assert [beat() for _ in range(9)] == [False] * 9
+    other.await_engines(False)
+    assert [beat() for _ in range(3)] == [False, False, True]
+
+
 def test_a_long_step_may_take_a_device_long() -> None:
     other = Progress.create()
     detector = StallDetector([Progress.create(), other], ticks=2)

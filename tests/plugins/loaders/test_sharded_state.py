@@ -168,6 +168,10 @@ def test_whole_experts_are_written_and_read(tmp_path: Path) -> None:
     ) as caught:
         build(output, 0, 2, load_format="sharded_state")
     assert caught.value.param == "enable_expert_parallel"
+    among_engines = Ranks(tensor=OneRank(0, 2), experts=OneRank(0, 4))
+    with pytest.raises(ConfigError, match="those of several divide them") as caught:
+        of_ranks(output, among_engines, load_format="sharded_state")
+    assert caught.value.param == "data_parallel_size"
 
 
 async def generate(folder: Path, size: int, load_format: str) -> list[list[int]]:

@@ -1,0 +1,37 @@
+"""Tells the engines that divide the experts with this one when steps begin, and hears of theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+
+from ..parallel.meeting import Engine
+
+logger = logging.getLogger("jackfield.engine")
+
+
+class OtherEngines:
+    """Of the event loop, but for a thread that waits for what others tell."""
+
+    def __init__(self, asked: Callable[[int], None]) -> None:
+        """asked: called with the number of each wave (`core.scheduling.parts.rounds`)."""
+        self._own = Engine.of_environment()
+        self._loop, self._asked = asyncio.get_running_loop(), asked
+        # It waits in a library as long as the process runs.
+        threading.Thread(target=self._listen, name="jackfield-waves", daemon=True).start()
+
+    def announce(self, wave: int) -> None:
+        """Tell the others of a wave that has begun here."""
+        self._own.tell(f"wave {wave}")
+
+    def _listen(self) -> None:
+        others = Engine.of_environment()
+        wave = 1
+        with contextlib.suppress(RuntimeError):  # The loop, or the first process, has ended.
+            while True:
+                if others.hears(f"wave {wave}"):
+                    self._loop.call_soon_threadsafe(self._asked, wave)
+                    wave += 1
