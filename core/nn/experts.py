@@ -172,8 +172,16 @@ class Experts(nn.Module):
         """The layers before the activation."""
         return self.gate_up_proj if self.gated else self.up_proj
 
-    def local(self, routing: Routing) -> Routing:
-        """Number a routing's experts as this rank holds them."""
+    @property
+    def first_number(self) -> int:
+        """Number of this rank's first expert, if nothing else asks for the numbers of all ranks."""
+        if self.share is None or self.balance is not None or self.chosen is not None:
+            return 0
+        return self.share.first
+
+    def local(self, routing: Routing, first: int = 0) -> Routing:
+        """Number a routing's experts as this rank holds them. first: the expert from which they are
+        counted."""
         if self.chosen is not None:
             # A recorded step may have more tokens than a step, as padding.
             count = min(len(routing.experts), len(self.chosen))
@@ -182,7 +190,7 @@ class Experts(nn.Module):
             return routing
         if self.balance is not None:
             return self.balance.place(routing)
-        start, num_experts = self.share.first, self.share.num_experts
+        start, num_experts = self.share.first - first, self.share.num_experts
         experts = routing.experts - start if start else routing.experts
         return routing._replace(experts=experts, num_experts=num_experts)
 
@@ -279,7 +287,7 @@ class SparseMLP(nn.Module):
         return self.ranks.add(residual, (self._routed, x), (self.shared_experts.down_proj, inner))
 
     def _routed(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
-        computed = self.computed(self.inputs(x), self.experts.local(self.choose(x)), residual)
+        computed = self.computed(self.inputs(x), self._local_choice(x), residual)
         if not self.latent:
             return computed
         # Linear: of several ranks, each may project its part of the sum.
@@ -319,6 +327,15 @@ class SparseMLP(nn.Module):
         x = weight.new_empty(0, self._width, dtype=self._dtype)
         self.computed(x, self.experts.local(Routing(weights, weights.int())), None)
 
+    def _local_choice(self, x: torch.Tensor) -> Routing:
+        """Choose each token's experts, with their numbers on this rank: by the router's own launch,
+        unless a family does more with them."""
+        first, kind = self.experts.first_number, type(self)
+        own = kind.choose is not SparseMLP.choose or kind.route is not SparseMLP.route
+        if not first or own or "route.first" not in self.operations.features:
+            return self.experts.local(self.choose(x))
+        return self.experts.local(self.operations.route(self.gate(x), self._rule(first)), first)
+
     def choose(self, x: torch.Tensor) -> Routing:
         """Choose each token's experts: [num_tokens, hidden_size] → what each token gets."""
         return self.route(self.gate(x))
@@ -332,8 +349,10 @@ class SparseMLP(nn.Module):
     def route(self, logits: torch.Tensor) -> Routing:
         """Choose experts by the rule: [num_tokens, num_experts] → what each token gets. Families
         whose routers have a rule of their own override it."""
-        rule = self.rule._replace(bias=self.gate.e_score_correction_bias)
-        return self.operations.route(logits, rule)
+        return self.operations.route(logits, self._rule())
+
+    def _rule(self, first: int = 0) -> RoutingRule:
+        return self.rule._replace(bias=self.gate.e_score_correction_bias, first=first)
 
 
 def _check_groups(num_experts: int, rule: RoutingRule) -> None:

@@ -134,7 +134,8 @@ class Operations(
         "gated_linear.layer_norm",
         "bidirectional_attention.distance_bias", "experts.activation", "experts.bias",
         "experts.foreign", "experts.gelu", "experts.limit", "experts.relu2",
-        "gated_rms_norm.sigmoid", "route.bias", "route.factor", "route.groups", "route.sigmoid",
+        "gated_rms_norm.sigmoid",
+        "route.bias", "route.factor", "route.first", "route.groups", "route.sigmoid",
     })  # fmt: skip
     """Options of methods that these operations support, as "method.option"; a model or an engine
     that needs another one is refused. A subclass that overrides such a method sets it; without

@@ -48,6 +48,8 @@ class RoutingRule(NamedTuple):
     two largest scores (with bias), or without a bias, with the largest score."""
     factor: float = 1.0
     """Factor of all weights, applied last."""
+    first: int = 0
+    """Expert from which the numbers of those chosen are counted: the first one of this rank."""
 
     @property
     def features(self) -> frozenset[str]:
@@ -63,6 +65,8 @@ class RoutingRule(NamedTuple):
             yield "route.groups"
         if self.factor != 1.0:
             yield "route.factor"
+        if self.first:
+            yield "route.first"
 
 
 def choose_experts(logits: torch.Tensor, rule: RoutingRule) -> Routing:
@@ -77,7 +81,8 @@ def choose_experts(logits: torch.Tensor, rule: RoutingRule) -> Routing:
     weights = scores.gather(1, experts)
     if rule.renormalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
-    return Routing(weights * rule.factor, experts.to(torch.int32).contiguous())
+    experts = experts.to(torch.int32) - rule.first
+    return Routing(weights * rule.factor, experts.contiguous())
 
 
 def _in_best_groups(choice: torch.Tensor, rule: RoutingRule) -> torch.Tensor:

@@ -66,7 +66,7 @@ def _in_best_groups(
     return tl.where(kept | (left == LOWEST), left, OUTSIDE)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "first"])
 def _topk_experts_kernel(
     weights_ptr,
     experts_ptr,
@@ -74,6 +74,7 @@ def _topk_experts_kernel(
     num_tokens,
     stride_logits,
     bias_ptr,
+    first,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr,
@@ -140,7 +141,7 @@ def _topk_experts_kernel(
     target = token[:, None] * TOP_K + place[None, :]
     mask = in_t[:, None] & (place < TOP_K)[None, :]
     tl.store(weights_ptr + target, weights, mask=mask)
-    tl.store(experts_ptr + target, experts, mask=mask)
+    tl.store(experts_ptr + target, experts - first, mask=mask)
 
 
 def topk_experts(
@@ -153,6 +154,7 @@ def topk_experts(
     factor: float = 1.0,
     groups: int = 1,
     top_groups: int = 1,
+    first: int = 0,
     rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits: [num_tokens, num_experts], last stride 1; bias: [num_experts], added to scores for
@@ -161,8 +163,8 @@ def topk_experts(
 
     `sigmoid`: scores are of each logit, not a softmax over all. `factor`: of all weights, after
     `renormalize`. `groups`: of equal size, in order; experts are chosen from the `top_groups` with
-    the largest sum of their two best scores, or without a bias, with the best score. `rows`: tokens
-    per program; None: by their number. A row's
+    the largest sum of their two best scores, or without a bias, with the best score. `first`: the
+    expert from which they are counted. `rows`: tokens per program; None: by their number. A row's
     experts are different and valid for any logits, NaN included; in a `Precompiler` they are valid.
     """
     num_tokens, num_experts = logits.shape
@@ -179,6 +181,7 @@ def topk_experts(
         num_tokens,
         logits.stride(0),
         logits if bias is None else bias,
+        first,
         E=num_experts,
         TOP_K=top_k,
         SIGMOID=sigmoid,

@@ -210,6 +210,7 @@ class TritonLayers(
         weights, experts = topk_experts(
             logits, rule.top_k, renormalize=rule.renormalize, sigmoid=rule.scoring == "sigmoid",
             bias=rule.bias, factor=rule.factor, groups=rule.groups, top_groups=rule.top_groups,
+            first=rule.first,
             rows=ROWS if self.batch_invariant else None,
         )  # fmt: skip
         return Routing(weights, experts)

@@ -131,8 +131,9 @@ def test_a_routing_equals_its_twin(
         (64, RoutingRule(6, "sigmoid", True, groups=8, top_groups=4, factor=2.5)),
         (60, RoutingRule(4, groups=5, top_groups=2, factor=16.0)),
         (6, RoutingRule(3, "sigmoid", groups=6, top_groups=3)),
+        (60, RoutingRule(4, renormalize=True, first=30)),
     ],
-    ids=["V3", "V2", "groups of one"],
+    ids=["V3", "V2", "groups of one", "second of two ranks"],
 )
 def test_a_routing_in_groups_equals_its_twin(num_experts: int, rule: RoutingRule) -> None:
     """With a bias, where scores are sigmoids, that may be negative."""

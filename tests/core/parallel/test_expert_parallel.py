@@ -17,6 +17,7 @@ from jackfield.core.loading.build import build_model
 from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.loading.weight_map import ParameterFiller
 from jackfield.core.nn.operations import Operations
+from jackfield.core.nn.routing import Routing, RoutingRule
 from jackfield.core.parallel.expert_share import ExpertShare
 from jackfield.core.parallel.join import join, leave, listen
 from jackfield.core.parallel.ranks import ONE_RANK, OneRank, Ranks
@@ -90,6 +91,37 @@ def test_operations_that_cannot_skip_experts_are_refused(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"'older' .* experts\.foreign") as caught:
         build(tmp_path, thread_ranks(2, expert_parallel=True)[0], OlderOperations())
     assert caught.value.param == "operations"
+
+
+class NotedRules(Operations):
+    """Operations that note from which expert routers count."""
+
+    name = "noted"
+    features = Operations.features
+
+    def __init__(self) -> None:
+        self.firsts: list[int] = []
+
+    def route(self, logits: torch.Tensor, rule: RoutingRule) -> Routing:
+        self.firsts.append(rule.first)
+        return super().route(logits, rule)
+
+
+def test_routers_count_from_the_ranks_first_expert(tmp_path: Path) -> None:
+    """No launch of its own subtracts it, unless the numbers of all ranks are noted."""
+    make_checkpoint("qwen3-moe", tmp_path)
+    operations = NotedRules()
+    ranks = thread_ranks(2, expert_parallel=True)[1]
+    mlp = build(tmp_path, ranks, operations, load_format="dummy").model.layers[0].mlp
+    torch.manual_seed(1)
+    mlp.gate.weight.data.normal_()
+    x = torch.randn(5, 64)
+    counted = mlp._local_choice(x)
+    mlp.experts.chosen = torch.zeros(5, mlp.rule.top_k, dtype=torch.int64)
+    subtracted = mlp._local_choice(x)
+    assert operations.firsts == [4, 0]
+    assert torch.equal(counted.experts, subtracted.experts)
+    assert torch.equal(mlp.experts.chosen, subtracted.experts + 4)
 
 
 class CountedFile:
