@@ -6,15 +6,19 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import seeing_models
 import torch
 import transformers
-from safetensors.torch import save_file
-from seeing_models import TEMPLATE, TEXT, randomize, tokenizer_with
+from PIL import ImageOps
+from safetensors.torch import load_file, save_file
+from seeing_models import TEMPLATE, TEXT, TOWER, randomize, tokenizer_with
 from torch import nn
 
 
@@ -309,7 +313,210 @@ PHI = Family(
     },
     ("<|endoftext10|>", "<|endoftext11|>"), "<|endoftext10|>", phi4mm_reference,
 )  # fmt: skip
+# ---------------------------------------------------------------- DeepSeek-OCR
+
+OCR_TEXT: dict[str, Any] = {
+    **{name: size for name, size in TEXT.items() if name != "initializer_range"},
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "topk_method": "greedy",
+    "n_group": 1, "topk_group": 1, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+UNLIMITED: Any = getattr(transformers, "UnlimitedOcrForConditionalGeneration", nn.Module)
+
+
+class DeepseekOCRForCausalLM(UNLIMITED):  # type: ignore[misc]
+    """Unlimited-OCR of `transformers` with a window for all. Its checkpoints have equal names."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        sam = {
+            "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 64,
+            "global_attn_indexes": [1], "downsample_channels": [16, 32], "initializer_range": 0.2,
+        }  # fmt: skip
+        clip = {
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "intermediate_size": 128, "initializer_range": 0.2,
+        }  # fmt: skip
+        text = {**OCR_TEXT, "sliding_window": 4096, "initializer_range": 0.2}
+        super().__init__(
+            transformers.UnlimitedOcrConfig(
+                text_config=text, vision_config={"sam_config": sam, "encoder_config": clip},
+                image_token_id=300,
+            )
+        )  # fmt: skip
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return load_file(Path(folder) / "model.safetensors")
+
+
+def ocr_reference(folder: Path) -> Any:
+    """What its processor writes, with Pillow as its published code uses it."""
+    tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+
+    def normalised(image: Any) -> torch.Tensor:
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 * 2 - 1
+
+    def process(images: Any, text: str, return_tensors: str) -> dict[str, Any]:
+        first, *others = text.split("<image>")
+        wholes, tiles, counts, places = [], [], [], []
+        for image, words in zip(images or (), others, strict=True):
+            square = ImageOps.pad(image, (1024, 1024), color=(127, 127, 127))
+            wholes.append(normalised(square))
+            columns, rows = OCR_GRIDS[image.size]
+            count = 16 * 17 + 1
+            if columns * rows:
+                large = image.resize((640 * columns, 640 * rows))
+                for place in range(columns * rows):
+                    left, top = 640 * (place % columns), 640 * (place // columns)
+                    tiles.append(normalised(large.crop((left, top, left + 640, top + 640))))
+                count += 10 * rows * (10 * columns + 1)
+            counts.append(columns * rows)
+            places.append([columns, rows])
+            first += "<image>" * count + words
+        inputs = dict(tokenizer(first, return_tensors="pt", add_special_tokens=False))
+        if wholes:
+            inputs["pixel_values"] = torch.stack(wholes)
+        if tiles:
+            inputs |= {
+                "pixel_values_local": torch.stack(tiles), "num_local_patches": counts,
+                "patches_grid": places,
+            }  # fmt: skip
+        return inputs
+
+    return process
+
+
+OCR_GRIDS = {(768, 576): (3, 2), (480, 880): (1, 2), (384, 800): (1, 2)}
+"""(width, height) of a picture → (columns, rows) of tiles."""
+OCR = Family(
+    DeepseekOCRForCausalLM,
+    {
+        "architectures": ["DeepseekOCRForCausalLM"], "model_type": "deepseek_vl_v2",
+        "candidate_resolutions": [[1024, 1024]], "global_view_pos": "head", "tile_tag": "2D",
+        "language_config": {
+            **OCR_TEXT, "architectures": ["DeepseekV2ForCausalLM"], "use_mla": False,
+            "kv_lora_rank": None, "q_lora_rank": None, "qk_nope_head_dim": 0,
+            "qk_rope_head_dim": 0, "v_head_dim": 0, "lm_head": True, "rm_head": False,
+        },
+        "projector_config": {
+            "input_dim": 64, "model_type": "mlp_projector", "n_embed": 64,
+            "projector_type": "linear",
+        },
+        "vision_config": {
+            "image_size": 1024, "mlp_ratio": 3.7362, "model_name": "deeplip_b_l",
+            "model_type": "vision",
+            "width": {
+                "clip-l-14-224": {
+                    "heads": 4, "image_size": 224, "layers": 2, "patch_size": 14, "width": 32,
+                },
+                "sam_vit_b": {
+                    "downsample_channels": [16, 32], "global_attn_indexes": [1], "heads": 2,
+                    "layers": 2, "width": 16,
+                },
+            },
+        },
+    },
+    {
+        "candidate_resolutions": [[1024, 1024]], "downsample_ratio": 4, "patch_size": 16,
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "image_token": "<image>",
+        "processor_class": "DeepseekVLV2Processor",
+    },
+    ("<image>",), "<image>", ocr_reference,
+)  # fmt: skip
+# ---------------------------------------------------------------- InternVL
+
+INTERN_NAMES = (
+    (r"^model\.language_model\.", "language_model.model."),
+    (r"^lm_head\.", "language_model.lm_head."),
+    (r"^model\.vision_tower\.", "vision_model."), (r"\.encoder\.layer\.", ".encoder.layers."),
+    (r"\.cls_token$", ".class_embedding"), (r"\.position_embeddings$", ".position_embedding"),
+    (r"\.patch_embeddings\.projection\.", ".patch_embedding."),
+    (r"\.attention\.projection_layer\.", ".attn.proj."), (r"\.attention\.", ".attn."),
+    (r"\.layernorm_before\.", ".norm1."), (r"\.layernorm_after\.", ".norm2."),
+    (r"\.lambda_(\d)$", r".ls\1"), (r"^model\.multi_modal_projector\.layer_norm\.", "mlp1.0."),
+    (r"^model\.multi_modal_projector\.linear_1\.", "mlp1.1."),
+    (r"^model\.multi_modal_projector\.linear_2\.", "mlp1.3."),
+)  # fmt: skip
+"""Names in `transformers` → published ones."""
+
+
+class InternVLChatModel(transformers.InternVLForConditionalGeneration):  # type: ignore[misc]
+    """The model of `transformers`, under its published names."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        vision = {
+            **TOWER, "image_size": [32, 32], "patch_size": [8, 8], "attention_bias": True,
+            "use_qk_norm": True, "norm_type": "rms_norm",
+        }  # fmt: skip
+        super().__init__(
+            transformers.InternVLConfig(
+                text_config={**TEXT, "model_type": "qwen2"}, vision_config=vision,
+                image_token_id=300, tie_word_embeddings=False,
+            )
+        )  # fmt: skip
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        own, published = self.state_dict(), {}
+        for name, tensor in own.items():
+            if ".attention.k_proj." in name or ".attention.v_proj." in name:
+                continue
+            if ".attention.q_proj." in name:
+                parts = [own[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+                name, tensor = name.replace("q_proj", "qkv"), torch.cat(parts)
+            for pattern, replacement in INTERN_NAMES:
+                name = re.sub(pattern, replacement, name)
+            published[name] = tensor
+        return published
+
+
+def intern_reference(folder: Path) -> Any:
+    """By the image processor that `transformers` has for the family."""
+    tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    images_of = transformers.GotOcr2ImageProcessorPil(
+        size={"height": 32, "width": 32}, min_patches=1, max_patches=4,
+        image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225],
+    )  # fmt: skip
+
+    def process(images: Any, text: str, return_tensors: str) -> dict[str, Any]:
+        first, *others = text.split("<IMG_CONTEXT>")
+        pixels = []
+        for image, words in zip(images or (), others, strict=True):
+            made = images_of(images=[image], crop_to_patches=True, return_tensors="pt")
+            pixels.append(made["pixel_values"])
+            first += f"<img>{'<IMG_CONTEXT>' * (4 * len(pixels[-1]))}</img>{words}"
+        inputs = dict(tokenizer(first, return_tensors="pt", add_special_tokens=False))
+        return {**inputs, **({"pixel_values": torch.cat(pixels)} if pixels else {})}
+
+    return process
+
+
+INTERN = Family(
+    InternVLChatModel,
+    {
+        "architectures": ["InternVLChatModel"], "model_type": "internvl_chat",
+        "downsample_ratio": 0.5, "dynamic_image_size": True, "force_image_size": 32,
+        "llm_config": {**TEXT, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+        "max_dynamic_patch": 4, "min_dynamic_patch": 1, "ps_version": "v2", "select_layer": -1,
+        "template": "internvl2_5", "use_thumbnail": True, "tie_word_embeddings": False,
+        "vision_config": {
+            **TOWER, "architectures": ["InternVisionModel"], "model_type": "intern_vit_6b",
+            "norm_type": "rms_norm", "qk_normalization": True, "qkv_bias": True,
+            "use_flash_attn": True, "drop_path_rate": 0.0, "initializer_factor": 1.0,
+        },
+    },
+    {
+        "crop_size": 448, "do_center_crop": True, "size": 448, "resample": 3,
+        "feature_extractor_type": "CLIPFeatureExtractor", "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+    },
+    ("<IMG_CONTEXT>", "<img>", "</img>"), "<IMG_CONTEXT>", intern_reference,
+)  # fmt: skip
 FAMILIES = {
+    "InternVLChatModel": INTERN,
+    "DeepseekOCRForCausalLM": OCR,
     "Phi4MMForCausalLM": PHI,
     "MiniCPMV": MINICPMV,
     "MiniCPMO": MINICPMV._replace(

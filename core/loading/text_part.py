@@ -58,7 +58,8 @@ def text_config(
 
     architecture: of the text part; "": that of its type in `types`, its configuration's, or its
     type's in `transformers`. registered: a plugin has a configuration class for the whole, which
-    need be no type of `transformers`. Raises ConfigError.
+    need be no type of `transformers`, and which may leave the text part's to its own type. Raises
+    ConfigError.
     """
     from transformers import CONFIG_MAPPING
 
@@ -68,11 +69,14 @@ def text_config(
         architecture = types.get(inner["model_type"], "")
     if registered or raw.get("model_type") in CONFIG_MAPPING:
         outer = read(raw, None)
+    if outer is not None and (not registered or hasattr(outer.get_text_config(), "vocab_size")):
         config = copy.copy(outer.get_text_config(decoder=True))
         architecture = architecture or types.get(config.model_type, "")
     elif inner:
         by_type = None if inner.get("architectures") else _of_type(inner.get("model_type"))
         config = read(dict(inner), architecture or by_type)
+        if outer is not None:
+            outer.text_config = config
     else:
         raise ConfigError(
             f"model: {file} has no {' or '.join(NESTED)}, which would describe the "

@@ -15,6 +15,7 @@ MODELS = {
     **dict.fromkeys(DERIVED, "derived:Derived"),
     "AudioFlamingo3ForConditionalGeneration": "whisper_like:AudioFlamingo3",
     "Cohere2VisionForConditionalGeneration": "cohere2_vision:Cohere2Vision",
+    "DeepseekOCRForCausalLM": "deepseek_ocr:DeepseekOcr",
     "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2:DeepseekOcr2",
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
     "Gemma3nForConditionalGeneration": "gemma3n:Gemma3n",
@@ -26,6 +27,7 @@ MODELS = {
     "GraniteSpeechForConditionalGeneration": "granite_speech:GraniteSpeech",
     "GlmOcrForConditionalGeneration": "qwen_vl:QwenPictures",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3",
+    "InternVLChatModel": "internvl_chat:InternVLChat",
     "InternVLForConditionalGeneration": "internvl:InternVL",
     **dict.fromkeys(
         ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),

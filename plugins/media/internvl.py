@@ -23,16 +23,14 @@ if TYPE_CHECKING:
 VIDEO = "<video>"
 
 
-class InternVLProcessor(ImageProcessor):
+class TilesProcessor(ImageProcessor):
+    """What stands for a picture's tiles."""
+
     in_bytes = True
 
     def __init__(self, setup: MediaSetup) -> None:
         super().__init__(setup)
         self._begin, self._end = self.token("<img>"), self.token("</img>")
-        self._tiles = bool(setup.processor_kwargs.get("crop_to_patches", True))
-
-    def image(self, image: Image) -> ProcessedMedia:
-        return self.processed(self.tensors(image, crop_to_patches=self._tiles))
 
     def processed(self, tensors: Mapping[str, np.ndarray]) -> ProcessedMedia:
         pixels = tensors["pixel_values"]
@@ -43,6 +41,15 @@ class InternVLProcessor(ImageProcessor):
     def of_count(self, count: int) -> ProcessedMedia:
         tokens = [self._begin, *self.repeated(count), self._end]
         return ProcessedMedia({}, tokens, [False, *[True] * count, False])
+
+
+class InternVLProcessor(TilesProcessor):
+    def __init__(self, setup: MediaSetup) -> None:
+        super().__init__(setup)
+        self._tiles = bool(setup.processor_kwargs.get("crop_to_patches", True))
+
+    def image(self, image: Image) -> ProcessedMedia:
+        return self.processed(self.tensors(image, crop_to_patches=self._tiles))
 
 
 class InternVLVideo(FrameVideo):

@@ -36,12 +36,7 @@ class PillowImages:
         if unknown := sorted(given.keys() - defaults.keys()):
             name = type(self).__name__
             raise ConfigError(f"{OPTION}: {name} has no option {', '.join(unknown)}", param=OPTION)
-        stated: dict[str, Any] = {}
-        for name in FILES:
-            if (setup.folder / name).is_file():
-                read = read_object(setup.folder / name)
-                stated |= read.get("image_processor", read)
-        stated |= given
+        stated = self.stated(setup) | given
         self.options: dict[str, Any] = {}
         for name, default in defaults.items():
             value = stated.get(name)
@@ -53,6 +48,15 @@ class PillowImages:
                 )
             self.options[name] = default if value is None else value
         vars(self).update(self.options)
+
+    def stated(self, setup: MediaSetup) -> dict[str, Any]:
+        """Return the options that the checkpoint states, and others."""
+        stated: dict[str, Any] = {}
+        for name in FILES:
+            if (setup.folder / name).is_file():
+                read = read_object(setup.folder / name)
+                stated |= read.get("image_processor", read)
+        return stated
 
     def to_dict(self) -> dict[str, Any]:
         return self.options

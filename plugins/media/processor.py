@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OPTION = "mm_processor_kwargs"
 LOWERABLE = (
     "max_pixels", "max_patches", "max_soft_tokens", "max_image_tokens", "max_tiles",
-    "max_slice_nums",
+    "max_slice_nums", "max_dynamic_patch",
 )  # fmt: skip
 """Options that bound what a picture takes."""
 NORMALISATION = "normalisation"

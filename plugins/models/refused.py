@@ -57,7 +57,7 @@ REFUSED = {
         "VoxtralRealtimeForConditionalGeneration",
     ),
     "it reads pictures by code that only its checkpoint has": (
-        "DeepseekOCRForCausalLM", "DeepseekVLV2ForCausalLM",
+        "DeepseekVLV2ForCausalLM",
         "Phi3VForCausalLM",
     ),
     "it reads recordings by code that only its checkpoint has, and its text part is another's": (
@@ -97,7 +97,7 @@ REFUSED = {
 """Reason, as one clause → names. Others run on transformers' modules (`plugins/models/fallback/`),
 if possible."""
 ELSEWHERE = (
-    "DeepseekOCRForCausalLM", "DeepseekVLV2ForCausalLM",
+    "DeepseekVLV2ForCausalLM",
     "Fairseq2LlamaForCausalLM", "InklingForConditionalGeneration",
     "PaddleOCRVLForConditionalGeneration",
     "PanguProMoEV2ForCausalLM", "Phi3VForCausalLM",

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from transformers import (
     Idefics2VisionConfig,
+    InternVLVisionConfig,
     LlamaConfig,
     Phi4MultimodalConfig,
     PreTrainedConfig,
@@ -15,7 +16,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from ...core.protocols.field_kinds import COUNT, OBJECT, FieldKind
+from ...core.errors import ConfigError
+from ...core.protocols.field_kinds import COUNT, OBJECT, POSITIVE, FieldKind
 from .configs import wrong
 
 HEAD_DIM = 128
@@ -52,6 +54,86 @@ class MiniCPMVConfig:
             text_config=cls.text_configs[str(version)](**text),
             vision_config=Idefics2VisionConfig(**vision),
             query_num=config_dict["query_num"],
+            tie_word_embeddings=bool(config_dict.get("tie_word_embeddings")),
+        )
+
+
+class InternVLChatConfig:
+    """InternVL 2 to 3.5, as they were published; the text part is read by its own type."""
+
+    config_fields: ClassVar[Mapping[str, FieldKind]] = {
+        "downsample_ratio": POSITIVE.not_null(), "vision_config": OBJECT,
+    }  # fmt: skip
+    vision_names: ClassVar[Mapping[str, str]] = {
+        "qkv_bias": "attention_bias", "qk_normalization": "use_qk_norm",
+        **{
+            name: name
+            for name in (
+                "hidden_act", "hidden_size", "image_size", "intermediate_size", "layer_norm_eps",
+                "norm_type", "num_attention_heads", "num_hidden_layers", "patch_size",
+            )
+        },
+    }  # fmt: skip
+    """Field of the tower → its name in `transformers`."""
+    of_parts = ("auto_map", "llm_config", "model_type", "vision_config")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        own = {
+            "downsample_ratio": 0.5, "ps_version": "v1", "select_layer": -1,
+            "tie_word_embeddings": False,
+            **{name: value for name, value in config_dict.items() if name not in cls.of_parts},
+        }  # fmt: skip
+        vision = None
+        if (published := config_dict.get("vision_config")) is not None:
+            named = cls.vision_names.items()
+            fields = {ours: published[theirs] for theirs, ours in named if theirs in published}
+            if own["select_layer"] < -1:  # Of the layers behind it nothing is used.
+                fields["num_hidden_layers"] += own["select_layer"] + 1
+            vision = InternVLVisionConfig(**fields)
+        return PreTrainedConfig(**own, vision_config=vision)
+
+
+class DeepseekVlV2Config:
+    """DeepSeek-OCR, under the type that it shares with DeepSeek-VL2."""
+
+    config_fields: ClassVar[Mapping[str, FieldKind]] = {
+        "language_config": OBJECT.required(), "vision_config": OBJECT.required(),
+    }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        try:
+            from transformers import DeepseekOcr2TextConfig, UnlimitedOcrVisionConfig
+        except ImportError as error:
+            raise ConfigError(
+                f"model: DeepSeek-OCR takes transformers 5.24 or newer ({error})", param="model"
+            ) from error
+        text = config_dict["language_config"]
+        if text.get("use_mla"):
+            raise wrong("language_config.use_mla", True, "false for this model")
+        sizes = config_dict["vision_config"]["width"]
+        sam, clip = sizes["sam_vit_b"], sizes["clip-l-14-224"]
+        vision = {
+            "sam_config": {
+                "hidden_size": sam["width"], "num_hidden_layers": sam["layers"],
+                "num_attention_heads": sam["heads"], "mlp_dim": 4 * sam["width"],
+                "global_attn_indexes": sam["global_attn_indexes"],
+                "downsample_channels": sam["downsample_channels"],
+            },
+            "encoder_config": {
+                "hidden_size": clip["width"], "num_hidden_layers": clip["layers"],
+                "num_attention_heads": clip["heads"], "intermediate_size": 4 * clip["width"],
+                "image_size": clip["image_size"], "patch_size": clip["patch_size"],
+            },
+        }  # fmt: skip
+        dropped = {"architectures", "auto_map", "model_type"}
+        return PreTrainedConfig(
+            architectures=config_dict["architectures"],
+            text_config=DeepseekOcr2TextConfig(
+                **{name: value for name, value in text.items() if name not in dropped}
+            ),
+            vision_config=UnlimitedOcrVisionConfig(**vision),
             tie_word_embeddings=bool(config_dict.get("tie_word_embeddings")),
         )
 

@@ -3,6 +3,7 @@ serves the same tokens meanwhile."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from pathlib import Path
@@ -29,7 +30,7 @@ from jackfield.core.worker.expert_balance import ExpertMover
 from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
-from helpers import at_once, make_checkpoint
+from helpers import make_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -220,7 +221,7 @@ async def tokens(folder: Path, **options: Any) -> list[list[int]]:
         return list(last.outputs[0].token_ids)
 
     async with AsyncEngine(config) as engine:
-        return await at_once(engine, *(generate(engine, number) for number in range(5)))
+        return list(await asyncio.gather(*(generate(engine, number) for number in range(5))))
 
 
 async def test_requests_go_on_while_experts_move(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
@@ -21,7 +22,7 @@ from jackfield.core.registry import Plugins, Provenance, load_plugins
 from jackfield.core.worker.start import device_init
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
-from helpers import at_once, make_checkpoint
+from helpers import make_checkpoint
 
 
 class Precompiling(Operations):
@@ -118,7 +119,7 @@ async def answers(checkpoint: Path, operations: str, **options: Any) -> list[lis
         return list(last.outputs[0].token_ids)
 
     async with AsyncEngine(config, plugins=plugins) as engine:
-        return await at_once(engine, *(run_one(engine, number) for number in range(6)))
+        return list(await asyncio.gather(*(run_one(engine, number) for number in range(6))))
 
 
 async def test_precompilation_leaves_no_state(checkpoint: Path) -> None:
@@ -156,7 +157,7 @@ def test_operations_get_ready_beside_the_device(
         @classmethod
         def initialize_device(cls, device: torch.device) -> None:
             ready.set()
-            if begun.wait(60):
+            if begun.wait(5):
                 devices.append(device)
 
     class WaitingPlugin:
@@ -167,7 +168,7 @@ def test_operations_get_ready_beside_the_device(
             registry.add("waiting", Waiting)
 
     def initialize(*size: int, device: torch.device) -> None:
-        if ready.wait(60):
+        if ready.wait(5):
             devices.append(device)
         begun.set()
 

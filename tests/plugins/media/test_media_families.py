@@ -3,6 +3,7 @@ recordings, chunks that end inside one, prefix hits inside and behind one, preem
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +21,6 @@ from jackfield.core.errors import InvalidRequest
 from jackfield.core.protocols.media import MediaSetup
 from jackfield.entrypoints.beam_search import BeamSearch, BeamSearchParams
 from jackfield.plugins.media.llava import Llava
-
-from helpers import at_once
 
 LLAVA = "LlavaForConditionalGeneration"
 NEW = 10
@@ -51,6 +50,7 @@ FAMILIES: dict[str, Any] = {
 
 
 TALLEST = 110
+OCR = (seeing_models.OCR, "DeepseekOCRForCausalLM")
 
 
 class Item(NamedTuple):
@@ -61,7 +61,7 @@ class Item(NamedTuple):
     height: int = 72
 
     def of(self, architecture: str) -> Any:
-        if architecture == seeing_models.OCR:  # Whose tiles are large; the tallest have some.
+        if architecture in OCR:  # Whose tiles are large; the tallest have some.
             return picture(self.seed, 8 * self.width, 8 * self.height)
         family = hearing_models.FAMILIES.get(architecture)
         if family is not None:
@@ -101,7 +101,7 @@ class Made(NamedTuple):
         return [item.of(architecture(self)) for item in case.items]
 
 
-SLOW = (seeing_models.OCR, seeing_models.PHI, "Phi4MMForCausalLM")
+SLOW = (seeing_models.OCR, seeing_models.PHI, "Phi4MMForCausalLM", "DeepseekOCRForCausalLM")
 """Whose pictures are long: the kit alone tests them by day."""
 NIGHTLY = (*SLOW, "MiniCPMO")
 """And those that differ from another by their text part."""
@@ -154,7 +154,7 @@ def engine_of(made: Made, **options: Any) -> AsyncEngine:
     }  # fmt: skip
     if architecture(made) in SLOW:
         defaults |= {
-            "max_num_batched_tokens": 100, "max_model_len": 1300, "num_gpu_blocks_override": 900,
+            "max_num_batched_tokens": 100, "max_model_len": 2000, "num_gpu_blocks_override": 900,
         }  # fmt: skip
     return AsyncEngine(
         EngineConfig(
@@ -207,7 +207,13 @@ async def test_preempted_prompts_are_encoded_and_placed_again(made: Made) -> Non
         max_model_len=max(counts) + new + 2,
         enable_prefix_caching=False,
     ) as engine:  # fmt: skip
-        outputs = await at_once(engine, *(run(engine, made, case, new) for case in together))
+        # All begin with one step, however long their pictures take.
+        await engine.pause_generation("keep", clear_cache=False)
+        running = asyncio.gather(*(run(engine, made, case, new) for case in together))
+        while engine.stats().num_requests_waiting < len(together):
+            await asyncio.sleep(0.001)
+        await engine.resume_generation()
+        outputs = await running
         for case, output in zip(together, outputs, strict=True):
             check(made, case, output, new)
         assert windows or engine.stats().num_preemptions > 0

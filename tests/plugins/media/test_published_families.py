@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from published_models import save
-from seeing_models import picture
+from seeing_models import TOWER, picture
 
 from jackfield import EngineConfig
 from jackfield.core.errors import ConfigError
@@ -17,6 +17,14 @@ from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.media import MediaModelKit
 
 COUNTS: dict[str, dict[tuple[int, int], int]] = {
+    "InternVLChatModel": {
+        (224, 224): 258, (640, 480): 2 + 13 * 256, (1280, 720): 2 + 9 * 256,
+        (1920, 1080): 2 + 9 * 256,
+    },
+    "DeepseekOCRForCausalLM": {
+        (640, 480): 273, (768, 576): 273 + 20 * 31, (1280, 720): 273 + 10 * 21,
+        (400, 3000): 273 + 60 * 11, (700, 700): 273 + 20 * 21,
+    },
     "MiniCPMV": {
         (224, 224): 66, (640, 480): 3 * 66, (1280, 720): 7 * 66 + 1, (1920, 1080): 9 * 66 + 1,
         (400, 3000): 8 * 66 + 6,
@@ -24,10 +32,17 @@ COUNTS: dict[str, dict[tuple[int, int], int]] = {
 }  # fmt: skip
 """Tokens by a picture's width and height, by default options."""
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "InternVLChatModel": {"pixel_values": (13, 3, 448, 448)},
+    "DeepseekOCRForCausalLM": {"pixel_values": (1, 3, 1024, 1024)},
     "MiniCPMV": {"pixel_values": (1, 3, 392, 518), "slices": (2, 3, 546, 364)},
 }
 """Of the tensors of a picture of 640 x 480."""
-CHANGES: dict[str, dict[str, Any]] = {"MiniCPMV": {"query_num": 64}}
+CHANGES: dict[str, dict[str, Any]] = {
+    "InternVLChatModel": {
+        "max_dynamic_patch": 12, "vision_config": {**TOWER, "image_size": 448, "patch_size": 14},
+    },
+    "MiniCPMV": {"query_num": 64},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("architecture", COUNTS)

@@ -15,6 +15,8 @@ from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.paged_model import PagedModel
 
 CASES = {
+    "InternVLChatModel": "Qwen2ForCausalLM",
+    "DeepseekOCRForCausalLM": "DeepseekOcr2TextForCausalLM",
     "MiniCPMO": "Qwen2ForCausalLM",
     "MiniCPMV": "Qwen3ForCausalLM",
     "Phi4MMForCausalLM": "Phi4MMTextForCausalLM",
