@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mimetypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,6 +35,29 @@ class MediaPart(dict[str, Any]):
         """field: what the request calls it, for errors; kind: its type there."""
         super().__init__({"type": f"{modality}_url", f"{modality}_url": url})
         self.field, self.kind, self.detail = field, kind, detail
+
+
+def file_part(file: Mapping[str, Any], path: str, kind: str) -> MediaPart:
+    """Return the part of a file that a request sends as data, which is an item by its type, or by
+    the file's name. Raises InvalidRequest."""
+    data, field = file.get("file_data"), f"{path}.file_data"
+    if not isinstance(data, str) or not data:
+        raise InvalidRequest(
+            f"{field}: must be a data: URL or base64; files are not kept here", param=field
+        )
+    is_url = data[:5].lower() == "data:"
+    name = file.get("filename")
+    if is_url:
+        named = data[5:200].partition(",")[0].partition(";")[0].lower()
+    else:
+        named = mimetypes.guess_type(name)[0] if isinstance(name, str) else None
+    modality = (named or "").partition("/")[0]
+    if modality not in PARTS.values():
+        what = named or ("without a type" if is_url else "without a filename that says what it is")
+        raise InvalidRequest(
+            f"{field}: is {what}; a file must be a picture, a recording or a video", param=field
+        )
+    return MediaPart(data if is_url else data_url(data, modality), field, kind, modality)
 
 
 @dataclass(frozen=True)
@@ -99,11 +123,15 @@ def split(
             continue
         parts = []
         for number, part in enumerate(content):
+            field = getattr(part, "field", f"messages[{index}].content[{number}]")
             kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind == "file" and modalities:
+                file, where = part.get(kind), f"{field}.{kind}"
+                part = file_part(file if isinstance(file, Mapping) else {}, where, kind)
+                kind, field = part["type"], part.field
             if not isinstance(kind, str) or kind not in PARTS:
                 parts.append(part)
                 continue
-            field = getattr(part, "field", f"messages[{index}].content[{number}]")
             modality = PARTS[kind]
             if modality not in modalities:
                 named = getattr(part, "kind", kind)

@@ -123,7 +123,7 @@ def _document(block: Block, path: str) -> str:
     if not isinstance(source, dict) or kind not in ("text", "content"):
         raise InvalidRequest(
             f"{path}: documents must have a source of type text or content, got {shown(kind)}; "
-            "this server's models read text",
+            "send a PDF's text, or its pages as pictures",
             param=path,
         )
     where = f"{path}.source"

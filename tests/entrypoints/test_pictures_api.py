@@ -215,6 +215,50 @@ def test_what_is_not_taken_is_refused_by_name(client: httpx.Client) -> None:
     assert answer.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
+def test_files_are_what_their_type_or_name_says(client: httpx.Client) -> None:
+    expected = chat(client, chat_content()).json()
+    text = chat_content()[1]
+    for file in ({"file_data": URL}, {"file_data": encoded(PICTURE), "filename": "a.b.PNG"}):
+        answer = chat(client, [{"type": "file", "file": file}, text])
+        assert answer.json()["choices"][0]["message"] == expected["choices"][0]["message"]
+        assert answer.json()["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+        parts = [{"type": "input_file", **file}, {"type": "input_text", "text": ASKED}]
+        body = {
+            "model": "seeing", "input": [{"role": "user", "content": parts}], "temperature": 0,
+            "max_output_tokens": 6,
+        }  # fmt: skip
+        response = client.post("/v1/responses", json=body).json()
+        said = response["output"][0]["content"][0]["text"]
+        assert said == expected["choices"][0]["message"]["content"]
+        # Sent once more with the items that are kept.
+        again = client.get(f"/v1/responses/{response['id']}/input_items").json()
+        assert again["data"][0]["content"][0]["file_data"] == file["file_data"]
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        ({"file_data": "data:application/pdf;base64,AAAA"}, "is application/pdf; a file must be"),
+        ({"file_data": "data:;base64,AAAA"}, "is without a type"),
+        ({"file_data": "AAAA"}, "without a filename"),
+        ({"file_data": "AAAA", "filename": "a.txt"}, "is text/plain"),
+        ({"file_data": "data:image/png;base64,AAAA"}, "is no picture"),
+        ({"file_id": "file-1"}, "must be a data: URL or base64; files are not kept here"),
+        ({"file_data": "data:video/mp4;base64,AAAA"}, "takes text and image"),
+    ],
+)
+def test_files_that_are_no_pictures_are_named(
+    file: dict[str, Any], reason: str, client: httpx.Client
+) -> None:
+    answer = chat(client, [{"type": "file", "file": file}])
+    assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "messages[0].content[0].file.file_data"
+    content = [{"role": "user", "content": [{"type": "input_file", **file}]}]
+    answer = client.post("/v1/responses", json={"model": "seeing", "input": content})
+    assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "input[0].content[0].file_data"
+
+
 async def test_a_text_only_server_says_why(tmp_path: Path) -> None:
     from jackfield import AsyncEngine
     from jackfield.core.errors import InvalidRequest

@@ -37,7 +37,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
          "input[0].content[0].image_url"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
-         "input[0].content[0]"),
+         "input[0].content[0].file_data"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
         ({"input": [USER, {**CALL, "name": ""}]}, "input[1].name"),

@@ -43,7 +43,7 @@ UNSUPPORTED = {
     "moderation": "there is no model that moderates",
     "logits_processors": "requests cannot contain code",
     "mm_processor_kwargs": "POST /v1/chat/completions takes them",
-    "media_io_kwargs": "this server's models read text",
+    "media_io_kwargs": "it is an option of the server, --media-io-kwargs",
     "ec_transfer_params": "this server's models have no encoder",
     "repetition_detection": "see repetition_penalty and stop",
     "return_prompt_text": "POST /tokenize renders a chat, POST /detokenize shows it",

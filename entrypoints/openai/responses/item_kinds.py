@@ -11,20 +11,20 @@ from typing import Any
 import msgspec
 
 from ....core.errors import InvalidRequest, shown
-from ....core.media.sources import MediaPart, data_url, detail_of
+from ....core.media.sources import MediaPart, data_url, detail_of, file_part
 from ...http.content_pieces import Turn, as_turn
 from .client_tools import CLIENT_TOOLS, TOOL_OF_CALL
 from .custom_tools import INPUT
 from .tools import flat_name, read_tools
 
 Item = dict[str, Any]
-MEDIA = {"input_image": "image", "input_audio": "audio"}
-"""Type of a part that is an item of media → its modality."""
+MEDIA = ("input_image", "input_audio", "input_file")
+"""Types of parts that are items of media."""
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
 class MediaContent(dict[str, Any]):
-    """A picture or recording in an item, which knows what its request calls it."""
+    """A picture, recording or file in an item, which knows what its request calls it."""
 
     def __init__(self, field: str, **fields: Any) -> None:
         super().__init__(fields)
@@ -88,8 +88,7 @@ def parts_of(parts: Any, path: str, *, media: bool) -> list[Item]:
     for index, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
         if media and isinstance(kind, str) and kind in MEDIA:
-            read = _picture if kind == "input_image" else _recording
-            items.append(read(part, f"{path}[{index}]"))
+            items.append(_MEDIA_READERS[kind](part, f"{path}[{index}]"))
             continue
         text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_PARTS else None
         if not isinstance(text, str):
@@ -121,6 +120,15 @@ def _recording(part: Item, path: str) -> MediaContent:
     data = text_field(audio, "data", where)
     sound = {"data": data, "format": audio.get("format")}
     return MediaContent(f"{where}.data", type="input_audio", input_audio=sound)
+
+
+def _file(part: Item, path: str) -> MediaContent:
+    file_part(part, path, "input_file")
+    fields = {name: part[name] for name in ("file_data", "filename") if name in part}
+    return MediaContent(path, type="input_file", **fields)
+
+
+_MEDIA_READERS = dict(zip(MEDIA, (_picture, _recording, _file), strict=True))
 
 
 def _texts(*names: str, empty: tuple[str, ...] = ()) -> Callable[[Item, str], None]:
@@ -181,10 +189,12 @@ def shown_texts(content: Any) -> Turn:
 
 
 def _media_part(part: Item) -> MediaPart:
-    kind = part["type"]
-    modality, field = MEDIA[kind], getattr(part, "field", "input")
-    url = part["image_url"] if modality == "image" else data_url(part[kind]["data"], modality)
-    return MediaPart(url, field, kind, modality, part.get("detail", "auto"))
+    kind, field = part["type"], getattr(part, "field", "input")
+    if kind == "input_file":
+        return file_part(part, field, kind)
+    if kind == "input_audio":
+        return MediaPart(data_url(part[kind]["data"], "audio"), field, kind, "audio")
+    return MediaPart(part["image_url"], field, kind, detail=part.get("detail", "auto"))
 
 
 def _output(item: Item) -> Turn:
