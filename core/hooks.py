@@ -284,7 +284,8 @@ def register_media_models(registry: Registry[type[MediaModel]]) -> None:
         registry.add("LlavaForConditionalGeneration", "my_package.llava:Llava")
 
     Used by the engine, its front ends and each worker at start, for a checkpoint whose text part is
-    served (`registry.add_text_part` of `register_models`); without an entry, its media are refused.
+    served (`registry.add_text_part` of `register_models`). The name "*" is asked where no other
+    fits: its `refusal` says why it cannot serve a checkpoint's pictures.
     Contract: `protocols.MediaModel`.
     """
 

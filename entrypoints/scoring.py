@@ -1,4 +1,4 @@
-"""Scores text pairs by a cross-encoder, or by two vectors' cosine."""
+"""Scores text pairs by a cross-encoder, by two vectors' cosine, or by the vectors of tokens."""
 
 from __future__ import annotations
 
@@ -130,17 +130,18 @@ async def score_all(
         why = f"; its classifier has {len(pooling.labels)} labels" if pooling is not None else ""
         raise InvalidRequest(f"score: this model gives no scores ({does}{why})", param="model")
     params = params or PoolingParams()
-    is_joined = pooling.task != "embed" and engine.template_joins_pairs
+    is_joined = not pooling.compares and engine.template_joins_pairs
     if template_kwargs and not is_joined:
         why = (
             "each text is embedded by itself: write it into the texts"
-            if pooling.task == "embed"
+            if pooling.compares
             else "no chat template joins the texts; start the engine with one (chat_template) that "
             "reads messages of the roles query and document"
         )
         raise _refused(next(iter(template_kwargs)), why)
-    if pooling.task == "embed":
-        return await _by_cosine(engine, pairs, params, options)
+    if pooling.compares:
+        params = msgspec.structs.replace(params, task=pooling.tasks[0], normalize=True)
+        return await _by_vectors(engine, pairs, params, options)
     prompts: list[PoolingPrompt] = []
     for first, second in pairs:
         if isinstance(first, tuple) or isinstance(second, tuple):
@@ -202,28 +203,30 @@ def _prompt(text: ScoredText) -> PoolingPrompt:
     return {"messages": [{"role": "user", "content": text}], "options": options}
 
 
-async def _by_cosine(
+async def _by_vectors(
     engine: AsyncEngine,
     pairs: Sequence[tuple[ScoredText, ScoredText]],
     params: PoolingParams,
     options: dict[str, Any],
 ) -> list[PoolingRequestOutput]:
-    """Score pairs by cosine, encoding each text once."""
+    """Score pairs by cosine, or by the vectors of their tokens, encoding each text once."""
     if params.activation is not None:
-        raise InvalidRequest("activation: has no meaning for a cosine", param="activation")
+        raise InvalidRequest(
+            "activation: has no meaning for products of vectors", param="activation"
+        )
     prompts = {_key(text): _prompt(text) for pair in pairs for text in pair}
-    params = msgspec.structs.replace(params, task="embed", normalize=True)
     outputs = await encode_all(engine, list(prompts.values()), params, **options)
     by_text = dict(zip(prompts, outputs, strict=True))
     scores = []
     for first, second in ((by_text[_key(a)], by_text[_key(b)]) for a, b in pairs):
-        cosine = np.dot(first.outputs.data, second.outputs.data)
+        products = first.outputs.data @ second.outputs.data.T
+        score = products.max(axis=1).sum() if products.ndim else products
         scores.append(
             msgspec.structs.replace(
                 first,
                 prompt=None,
                 prompt_token_ids=first.prompt_token_ids + second.prompt_token_ids,
-                outputs=PoolingOutput(np.asarray([cosine], dtype=np.float32)),
+                outputs=PoolingOutput(np.asarray([score], dtype=np.float32)),
                 num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
             )
         )

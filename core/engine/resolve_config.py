@@ -30,7 +30,7 @@ from ..parts.exclusions import check_exclusions
 from ..protocols.executors import ExecutorInfo
 from ..protocols.kv import check_serves_ranks
 from ..protocols.media import MediaModel, MediaSetup, present_modalities
-from ..registration.architecture import registered_name
+from ..registration.architecture import FALLBACK, registered_name
 from ..registration.executor_choice import choose_executor
 from ..registration.plugin_options import typed_options
 from ..registry import Plugins
@@ -241,7 +241,9 @@ def resolve_media(
 
     if architecture not in registry:
         refusal = registry.refusal(architecture)
-        return text_alone(refusal or f"the encoder of {architecture} is not supported yet")
+        if refusal is not None or FALLBACK not in registry or model_config.whole_config is None:
+            return text_alone(refusal or f"the encoder of {architecture} is not supported yet")
+        architecture = FALLBACK
     if model_config.pooling is not None and not model_config.pooling.causal:
         return text_alone("its states are pooled by an encoder, which is done with texts alone")
     media: type[MediaModel] = registry.load(architecture)

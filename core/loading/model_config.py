@@ -18,7 +18,7 @@ from ..errors import CheckpointNotFound, ConfigError, LoadError, shown
 from ..protocols.field_kinds import LARGEST_SIZE, FieldKind, declared_fields
 from ..protocols.media import Spans
 from ..protocols.models import PlainConfig
-from ..registration.architecture import FALLBACK
+from ..registration.architecture import FALLBACK, registered_name
 from ..registration.checkpoint_formats import AUTO, config_format
 from ..registry import Plugins
 from .checkpoint_config import SOMETIMES, checkpoint_config, drop_strays, plugin_config
@@ -32,7 +32,7 @@ from .generation_config import (
 )
 from .hub import CHECKPOINT_FILES, fetch_snapshot
 from .json_file import read_object, with_texts
-from .text_part import inner_name, text_config
+from .text_part import inner_name, is_multimodal, text_config
 
 if TYPE_CHECKING:
     from ..protocols.audio import AudioSource, SpeechChat
@@ -184,9 +184,12 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
     architectures = getattr(hf_config, "architectures", None) or []
     if not architectures:
         raise ConfigError(f"model: {file} names no architecture", param="model")
-    if not isinstance(getattr(hf_config, "vocab_size", None), int):
-        raise ConfigError(f"model: {file} gives no vocab_size", param="model")
     architecture = architectures[0]
+    if not isinstance(getattr(hf_config, "vocab_size", None), int):
+        if plugins is not None:  # Of one that is not served, the reason is said.
+            model_type = getattr(hf_config, "model_type", None)
+            registered_name(plugins["model"], config, architecture, model_type)
+        raise ConfigError(f"model: {file} gives no vocab_size", param="model")
     kinds = _kinds_of_fields(plugins, architecture, getattr(hf_config, "model_type", None))
     check_sizes(file, hf_config, kinds)
     model = None if plugins is None else _model_class(plugins, architecture)
@@ -299,7 +302,7 @@ def _read_config(
         return config
 
     whole = _architecture(file, raw)
-    part = None if plugins is None or whole is None else plugins["model"].text_part(whole)
+    part = None if plugins is None or whole is None else _text_part(plugins["model"], whole)
     if part is None:
         return read(raw, None), None, None
     check_fields(file, raw)
@@ -308,6 +311,14 @@ def _read_config(
     registered = plugins is not None and bool(model_type) and model_type in plugins["config"]
     config, outer = text_config(file, raw, read, part, types, registered)
     return config, whole, outer
+
+
+def _text_part(models: Any, architecture: str) -> str | None:
+    """Return as what the text part of an architecture is served (see `Registry.text_part`)."""
+    part: str | None = models.text_part(architecture)
+    if part is None and architecture not in models and models.refusal(architecture) is None:
+        return "" if is_multimodal(architecture) else None
+    return part
 
 
 def _architecture(file: Path, raw: dict[str, Any]) -> str | None:
@@ -340,7 +351,7 @@ def _model_class(plugins: Plugins, architecture: str | None) -> Any:
     models = plugins["model"]
     if architecture is None or architecture in models:
         return models.load(architecture) if architecture else None
-    elsewhere = models.refusal(architecture) or models.text_part(architecture) is not None
+    elsewhere = models.refusal(architecture) or _text_part(models, architecture) is not None
     return None if elsewhere or FALLBACK not in models else models.load(FALLBACK)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from ..errors import InvalidRequest
-from ..pooling_params import PoolingParams, PoolingTask, PoolingType
+from ..pooling_params import TOKEN_TASKS, PoolingParams, PoolingTask, PoolingType
 from .sentence_transformer import Projection
 
 Activation = Literal["sigmoid", "softmax"]
@@ -31,7 +31,7 @@ class TokenClassifier:
 class PoolingConfig:
     """The pooling of one model."""
 
-    task: Literal["embed", "classify", "token_classify"]
+    task: Literal["embed", "classify", "token_classify", "token_embed"]
     causal: bool
     """False: an encoder, with whole prompts and no cache."""
     pooling_type: PoolingType
@@ -70,8 +70,8 @@ class PoolingConfig:
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:
         """Possible tasks, the default first."""
-        if self.task == "token_classify":
-            return ("token_classify",)
+        if self.task in TOKEN_TASKS:
+            return (self.task,)
         if self.task == "embed":
             tasks: tuple[PoolingTask, ...] = ("embed", "token_embed")
             tasks = tasks[::-1] if self.each_token else tasks
@@ -80,8 +80,13 @@ class PoolingConfig:
 
     @property
     def scores(self) -> bool:
-        """Whether two texts can be compared: by cosine, or a one-label classifier."""
-        return self.task == "embed" or (self.task == "classify" and len(self.labels) == 1)
+        """Whether two texts can be compared: by vectors, or a one-label classifier."""
+        return self.compares or (self.task == "classify" and len(self.labels) == 1)
+
+    @property
+    def compares(self) -> bool:
+        """Whether they are by vectors of their own."""
+        return self.task in ("embed", "token_embed")
 
     def completed(self, params: PoolingParams) -> PoolingParams:
         """Return parameters with defaults. Raises InvalidRequest for what this model cannot do."""

@@ -110,6 +110,8 @@ def _pooling_config(
     tokens = _token_classifier(hf, model) if classifies and causal and not per_token else None
     labels = _labels(hf, tokens, model) if classifies else ()
     task: Any = "embed" if embeds else "token_classify" if per_token else "classify"
+    if getattr(model, "embeds_tokens", False):
+        task = "token_embed"
     _check_task(config.task, task, labels)
     activation, activates = _activation(hf, len(labels))
     activates = bool(getattr(model, "activates", activates))
@@ -161,12 +163,13 @@ def _kind(options: PoolerOptions) -> PoolingType | None:
 def _check_task(task: str, own: str, labels: tuple[str, ...]) -> None:
     wrong = None
     if task == "embed" and own != "embed":
-        wrong = "this model classifies"
+        only = "this model has vectors of tokens alone"
+        wrong = only if own == "token_embed" else "this model classifies"
     elif task == "classify" and own != "classify":
         wrong = "this model has no classifier of whole prompts"
     elif task in ("reward", "token_classify") and own != "token_classify":
         wrong = "this model has no reward, and no classifier of tokens"
-    elif task == "score" and own != "embed" and len(labels) != 1:
+    elif task == "score" and own not in ("embed", "token_embed") and len(labels) != 1:
         wrong = f"a classifier with {len(labels)} labels gives no score"
     elif task == "score" and own == "token_classify":
         wrong = "a classifier of tokens gives no score"

@@ -32,9 +32,11 @@ PREFIXES = {
     "thinker.model.": "model.",
     "thinker.lm_head.": "lm_head.",
     "llm.": "",
+    "vlm.model.language_model.": "model.",
+    "vlm.language_model.": "model.",
 }
 """Name prefix → prefix in a text-only checkpoint."""
-PLAIN = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
+PLAIN = ("lm_head.", "embedding_proj_layer.", "model.embed_tokens.", "model.layers.", "model.norm.")
 """Unprefixed name starts of the text part."""
 
 
@@ -44,6 +46,14 @@ def inner_name(name: str) -> str | None:
         if name.startswith(prefix):
             return new + name[len(prefix) :]
     return name if name.startswith(PLAIN) else None
+
+
+def is_multimodal(architecture: str) -> bool:
+    """Whether `transformers` lists an architecture as one that writes text and reads more."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    names: Mapping[str, str] = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    return architecture in names.values()
 
 
 def text_config(

@@ -127,6 +127,10 @@ class PoolingModel(Protocol):
     embeds: ClassVar[bool]
     """Whether a classifier of tokens gives vectors of whole prompts, too. Optional; without it,
     false."""
+    embeds_tokens: ClassVar[bool]
+    """Whether there are vectors of tokens, and none of whole prompts: two texts are compared by the
+    sum, over the first one's tokens, of the greatest product with one of the second. Optional;
+    without it, false."""
     num_labels: ClassVar[int | None]
     """Number of a classifier's logits; None, or without it: as the configuration says. Optional."""
     activates: ClassVar[bool]

@@ -14,6 +14,7 @@ DERIVED = (
 MODELS = {
     **dict.fromkeys(DERIVED, "derived:Derived"),
     "AudioFlamingo3ForConditionalGeneration": "whisper_like:AudioFlamingo3",
+    "ColQwen2ForRetrieval": "col_qwen:ColQwen",
     "Cohere2VisionForConditionalGeneration": "cohere2_vision:Cohere2Vision",
     "DeepseekOCRForCausalLM": "deepseek_ocr:DeepseekOcr",
     "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2:DeepseekOcr2",
@@ -45,6 +46,7 @@ MODELS = {
     "Qwen2_5OmniForConditionalGeneration": "omni:Qwen2Omni",
     "Qwen2_5OmniModel": "omni:Qwen2Omni",
     "Ovis2ForConditionalGeneration": "ovis2:Ovis2",
+    "PaddleOCRVLForConditionalGeneration": "qwen_vl:PaddleOcr",
     "PaliGemmaForConditionalGeneration": "paligemma:PaliGemma",
     **dict.fromkeys(
         ("Phi4MMForCausalLM", "Phi4MultimodalForCausalLM"), "phi4_multimodal:Phi4Multimodal"
@@ -68,3 +70,4 @@ MODELS = {
 def register_media_models(registry: Any) -> None:
     for architecture, reference in MODELS.items():
         registry.add(architecture, f"jackfield.plugins.media.{reference}")
+    registry.add("*", "jackfield.plugins.media.fallback:Fallback")

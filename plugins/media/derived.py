@@ -65,7 +65,8 @@ class DerivedProcessor(ImageProcessor):
             param = OPTION if setup.processor_kwargs else "model"
             raise ConfigError(
                 f"{param}: {kind.__name__}, with what {setup.folder.name} says of it, cannot "
-                f"process a picture ({type(error).__name__}: {error})",
+                f"process a picture ({type(error).__name__}: {error}); without pictures it is "
+                "served with language_model_only",
                 param=param,
             ) from error
         self._alike = set(sample.token_ids) == {setup.config.image_token_id}

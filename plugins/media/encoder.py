@@ -19,7 +19,7 @@ from ...core.protocols.media import MediaSetup, RopeSections
 from ..models.fallback.build import allocate
 from .processor import NORMALISATION
 
-PREFIXES = ("model.", "thinker.model.", "thinker.", "")
+PREFIXES = ("model.", "thinker.model.", "thinker.", "vlm.model.", "vlm.", "")
 """What checkpoints write before the names of a model's parts."""
 
 

@@ -12,6 +12,7 @@ import torch
 
 from ...core.protocols.media import MediaProcessor, MediaSetup, ProcessedMedia, Spans
 from .family import Family
+from .gemma4_video import Gemma4Video
 from .processor import ImageProcessor
 from .recordings import AudioEncoder, FeatureExtractor
 
@@ -58,15 +59,16 @@ class Gemma4Encoder(AudioEncoder):
 
 
 class Gemma4(Family):
-    modalities = ("image", "audio")
+    modalities = ("image", "audio", "video")
     processors: ClassVar[Mapping[str, Callable[[MediaSetup], MediaProcessor]]] = {
-        "image": Gemma4Processor, "audio": Gemma4Features,
+        "image": Gemma4Processor, "audio": Gemma4Features, "video": Gemma4Video,
     }  # fmt: skip
     encoder_class = Gemma4Encoder
 
     @classmethod
     def present(cls, setup: MediaSetup) -> tuple[str, ...]:
-        towers = {"image": setup.config.vision_config, "audio": setup.config.audio_config}
+        vision, audio = setup.config.vision_config, setup.config.audio_config
+        towers = {"image": vision, "audio": audio, "video": vision}
         return tuple(name for name in cls.modalities if towers[name] is not None)
 
     @classmethod

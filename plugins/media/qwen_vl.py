@@ -62,7 +62,8 @@ class QwenEncoder(TransformersEncoder):
     def __init__(self, setup: MediaSetup, build: BuildContext) -> None:
         super().__init__(setup, build)
         vision = setup.config.vision_config
-        self._frames, self._pixels = vision.temporal_patch_size, vision.patch_size**2
+        self._frames = getattr(vision, "temporal_patch_size", 1)
+        self._pixels = vision.patch_size**2
         pack(self.hf.visual, build.operations)
         self.rope = sections_of(setup.config.text_config.rope_parameters)
 
@@ -90,6 +91,16 @@ class QwenEncoder(TransformersEncoder):
         return positions_of(items, num_tokens)
 
 
+class PaddleOcrEncoder(QwenEncoder):
+    renamed_parts: ClassVar[Mapping[str, str]] = {"mlp_AR.": "projector."}
+
+    def normalised(self, pixels: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
+        """[patches, 3, pixels] → [patches, 3, rows, columns]"""
+        side = math.isqrt(pixels.shape[2])
+        normalised = TransformersEncoder.normalised(self, pixels, parameters)
+        return normalised.unflatten(2, (side, side))
+
+
 class QwenPictures(Pictures):
     """Those that take pictures alone."""
 
@@ -101,6 +112,10 @@ class QwenPictures(Pictures):
         if "mrope_section" not in (setup.config.text_config.rope_parameters or {}):
             return "its rope_parameters have no mrope_section"
         return None
+
+
+class PaddleOcr(QwenPictures):
+    encoder_class = PaddleOcrEncoder
 
 
 class Qwen2VL(QwenPictures):

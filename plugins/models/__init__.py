@@ -81,7 +81,9 @@ ARCHITECTURES = {
     "gptj": ("GPTJForCausalLM", "CodeGenForCausalLM"),
     "granite": ("GraniteForCausalLM", "GraniteModel"),
     "granite_swa": ("GraniteSWAForCausalLM", "HyperCLOVAXForCausalLM"),
-    "helium": ("HeliumForCausalLM", "Ernie4_5ForCausalLM", "GlmForCausalLM"),
+    "helium": (
+        "HeliumForCausalLM", "Ernie4_5ForCausalLM", "GlmForCausalLM", "PaddleOCRTextForCausalLM",
+    ),
     "hrm_text": ("HrmTextForCausalLM",),
     "hunyuan": ("HunYuanDenseV1ForCausalLM",),
     "internlm2": ("InternLM2ForCausalLM", "InternLM2ForRewardModel"),
@@ -137,6 +139,7 @@ ARCHITECTURES = {
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification"),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3VLMoeTextForCausalLM"),
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+    "retrieval": ("ColQwen2TextModel",),
     "rnj1": ("Rnj1ForCausalLM",),
     "roberta": (
         "RobertaModel", "RobertaForSequenceClassification", "RobertaForTokenClassification",

@@ -1,4 +1,5 @@
-"""Helium, Ernie 4.5 (dense) and GLM (first edition): Llama with pairs of neighbours rotated."""
+"""Helium, Ernie 4.5 (dense) and GLM (first edition): Llama with pairs of neighbours rotated; and
+PaddleOCR-VL's text part, which is Ernie's with halves rotated."""
 
 from __future__ import annotations
 
@@ -47,6 +48,11 @@ class Ernie4_5ForCausalLM(HeliumForCausalLM):
         return GatedMLP(
             hf.hidden_size, hf.intermediate_size, hf.hidden_act, build, bias=hf.use_bias
         )
+
+
+class PaddleOCRTextForCausalLM(CausalLM):
+    attention = ErnieAttention
+    mlp = staticmethod(Ernie4_5ForCausalLM.mlp)
 
 
 class GlmForCausalLM(Glm4Model, CausalLM):

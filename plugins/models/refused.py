@@ -63,8 +63,12 @@ REFUSED = {
     "it reads recordings by code that only its checkpoint has, and its text part is another's": (
         "UltravoxModel",
     ),
-    "it reads pictures, and neither these nor its text part are served yet": (
-        "PaddleOCRVLForConditionalGeneration",
+    "its experts are chosen by whether a token is text or a picture's": (
+        "Ernie4_5_VLMoeForConditionalGeneration",
+    ),
+    "some of its layers attend to the states of a picture": ("MllamaForConditionalGeneration",),
+    "it is PaliGemma, of which versions of transformers differ in which tokens see each other": (
+        "ColPaliForRetrieval",
     ),
     "it drafts tokens for another model": (
         "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
@@ -97,9 +101,10 @@ REFUSED = {
 """Reason, as one clause → names. Others run on transformers' modules (`plugins/models/fallback/`),
 if possible."""
 ELSEWHERE = (
+    "ColPaliForRetrieval",
     "DeepseekVLV2ForCausalLM",
+    "Ernie4_5_VLMoeForConditionalGeneration", "MllamaForConditionalGeneration",
     "Fairseq2LlamaForCausalLM", "InklingForConditionalGeneration",
-    "PaddleOCRVLForConditionalGeneration",
     "PanguProMoEV2ForCausalLM", "Phi3VForCausalLM",
     "StableLMEpochForCausalLM", "UltravoxModel",
 )  # fmt: skip

@@ -402,7 +402,7 @@ def is_there(what: str) -> bool:
         "compaction of KV caches": len(plugins["kv_compressor"]) > 0,
         "KV connectors": len(plugins["kv_connector"]) > 0,
         "adapters (LoRA)": "--enable-lora" not in vllm_flags.MISSING,
-        "ColPali and ColQwen2": "ColQwen2ForRetrieval" in plugins["media_model"],
+        "ColPali": "ColPaliForRetrieval" in plugins["media_model"],
         "beam search": "use_beam_search" in protocol.SamplingRequest.__struct_fields__,
         "contexts divided among ranks": is_taken("--decode-context-parallel-size", "2"),
         "weights in host memory": is_taken("--cpu-offload-gb", "4"),
@@ -437,13 +437,13 @@ def test_what_pages_call_absent_is_absent() -> None:
     """Every item of the lists is computed, so that one that was built meanwhile fails here."""
     absent = listed_as_absent("docs/architecture.md", r"\nAbsent for now, [^:]*: ([^.]+)\.")
     assert [what for what in absent if is_there(what)] == []
-    assert absent == ["ColPali and ColQwen2"], "compute it, too"
+    assert absent == ["ColPali"], "compute it, too"
     readme = (ROOT / "README.md").read_text().partition("\n## Not there yet\n")[2]
     items = re.findall(r"^- \*\*(.+?)\*\*", readme.partition("\n## ")[0], re.M)
     assert items and [what for what in items if is_there(what)] == []
     limits = listed_as_absent("CHANGELOG.md", r"\n- No (ColPali.*?)\. ")
-    assert limits == ["ColPali and ColQwen2"]
-    assert is_there("adapters (LoRA)") and not is_there("ColPali and ColQwen2")
+    assert limits == ["ColPali"]
+    assert is_there("adapters (LoRA)") and not is_there("ColPali")
 
 
 def test_the_changelog_has_the_version_of_the_hooks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,13 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from seeing_models import FAMILIES, picture, save
+import transformers
+from seeing_models import FAMILIES, picture, randomize, save
 from serving import Server, running
 
 from jackfield import AsyncEngine, EngineConfig, PoolingParams
 from jackfield.core.errors import InvalidRequest
+from jackfield.entrypoints.scoring import score_all, scored_texts
 
 QWEN2, QWEN3 = (f"{name}ForConditionalGeneration" for name in ("Qwen2VL", "Qwen3VL"))
 GEMMA = "Gemma3ForConditionalGeneration"
@@ -25,9 +28,9 @@ SIZES = ((96, 72), (60, 110), (40, 40))
 
 def options_of(folder: Path, **options: Any) -> EngineConfig:
     return EngineConfig(
-        model=str(folder), device="cpu", dtype="float32", runner="pooling", block_size=4,
-        max_model_len=400, num_gpu_blocks_override=400,
-        **{"max_num_batched_tokens": 20, **options},
+        model=str(folder), device="cpu", dtype="float32", block_size=4, max_model_len=400,
+        num_gpu_blocks_override=400,
+        **{"max_num_batched_tokens": 20, "runner": "pooling", **options},
     )  # fmt: skip
 
 
@@ -65,6 +68,64 @@ async def test_vectors_are_those_of_transformers(architecture: str, tmp_path: Pa
             assert len(output.prompt_token_ids) == inputs_of(
                 architecture, tmp_path, text, own
             )["input_ids"].shape[1]  # fmt: skip
+
+
+def save_col_qwen(folder: Path, base: str) -> Any:
+    """Save ColQwen2, or ColQwen2.5, on a base."""
+    save(base, folder)
+    inner = {**copy.deepcopy(FAMILIES[base].config), "tie_word_embeddings": False}
+    inner["model_type"] = getattr(transformers, base).config_class.model_type
+    config = transformers.ColQwen2Config(vlm_config=inner, embedding_dim=24)
+    torch.manual_seed(3)
+    model: Any = transformers.ColQwen2ForRetrieval(config).float().eval()
+    randomize(model)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def token_vectors(base: str, folder: Path, model: Any, text: str, images: list[Any]) -> Any:
+    inputs = inputs_of(base, folder, text, images)
+    kept = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    if images:
+        grids = inputs["image_grid_thw"]
+        pixels = inputs["pixel_values"].split(grids.prod(-1).tolist())
+        padded = torch.nn.utils.rnn.pad_sequence(pixels, batch_first=True)
+        kept |= {"pixel_values": padded, "image_grid_thw": grids}
+    return model(**kept).embeddings[0]
+
+
+@pytest.mark.parametrize("base", [QWEN2, "Qwen2_5_VLForConditionalGeneration"])
+async def test_tokens_of_texts_and_pictures_have_vectors_that_are_compared(
+    base: str, tmp_path: Path
+) -> None:
+    """ColQwen2, in chunks that end inside pictures; scores as its processor computes them."""
+    model = save_col_qwen(tmp_path, base)
+    written = FAMILIES[base].written
+    images = [picture(seed, *size) for seed, size in enumerate(SIZES)]
+    cases: list[tuple[str, list[Any]]] = [
+        ("Query: a cat?", []), (f"See {written}.", images[:1]), (f"See {written}.", images[1:2]),
+        (f"{written} or {written}?", images[1:]),
+    ]  # fmt: skip
+    want = [token_vectors(base, tmp_path, model, *case) for case in cases]
+    config = options_of(tmp_path, runner="auto")
+    async with AsyncEngine(config) as engine:
+        assert engine.supported_tasks == ("token_embed",)
+        for (text, own), vectors in zip(cases, want, strict=True):
+            prompt: Any = {"prompt": text, "multi_modal_data": {"image": own}} if own else text
+            output = await engine.encode(prompt, PoolingParams())
+            assert np.allclose(output.outputs.data, vectors, atol=2e-5), text
+        shown = [{"content": [{"type": "image", "image": image}]} for image in images[:2]]
+        documents = scored_texts([*shown, "a dog"], "documents")
+        [query] = scored_texts(["Query: a cat?"], "query")
+        outputs = await score_all(engine, [(query, document) for document in documents])
+        texts = [*[(f"user: {written}", [image]) for image in images[:2]], ("a dog", [])]
+        for output, case in zip(outputs, texts, strict=True):
+            vectors = token_vectors(base, tmp_path, model, *case)
+            score = (want[0] @ vectors.T).max(dim=1).values.sum().item()
+            assert output.outputs.score == pytest.approx(score, abs=1e-4)
+        with pytest.raises(InvalidRequest, match="'embed' is not what this model does"):
+            await engine.encode("x", PoolingParams(task="embed"))
 
 
 # ---------------------------------------------------------------- over HTTP
@@ -173,8 +234,6 @@ TEMPLATE = (
 
 async def test_a_cross_encoder_reads_a_picture_beside_its_query(tmp_path: Path) -> None:
     """As vLLM's users start a reranker of Qwen3-VL, whose logits of two words are compared."""
-    from jackfield.entrypoints.scoring import score_all, scored_texts
-
     model = save(QWEN3, tmp_path)
     template = tmp_path / "reranker.jinja"
     template.write_text(TEMPLATE)

@@ -38,7 +38,8 @@ CHUNKS = {
 PROMPTS = ("PaliGemmaForConditionalGeneration",)
 """Of models whose prompts are found whole or not at all."""
 STATES = (
-    "Lfm2VlForConditionalGeneration", "MiniCPMV4_6ForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration", "Lfm3VlForConditionalGeneration",
+    "MiniCPMV4_6ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
 )  # fmt: skip
 """Of models with states, of which a few are kept: a hit ends at one of these."""
@@ -103,8 +104,8 @@ class Made(NamedTuple):
 
 SLOW = (seeing_models.OCR, seeing_models.PHI, "Phi4MMForCausalLM", "DeepseekOCRForCausalLM")
 """Whose pictures are long: the kit alone tests them by day."""
-NIGHTLY = (*SLOW, "MiniCPMO")
-"""And those that differ from another by their text part."""
+NIGHTLY = (*SLOW, "MiniCPMO", *seeing_models.NIGHTLY)
+"""And those that differ from another by their text part, or that the fallback serves."""
 
 
 @pytest.fixture(

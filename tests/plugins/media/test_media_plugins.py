@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import io
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import hearing_models
 import published_models
 import pytest
 import torch
-from seeing_models import FAMILIES, picture, save
+import transformers
+from seeing_models import FAMILIES, NIGHTLY, picture, save
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, InvalidRequest, JackfieldError
 from jackfield.core.hooks import API_VERSION, hookimpl
 from jackfield.core.protocols.media import MediaSetup, ProcessedMedia
+from jackfield.core.registration.architecture import FALLBACK
 from jackfield.core.registry import load_plugins
 from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.plugins.conformance.media import MediaModelKit
+from jackfield.plugins.media import MODELS
+from jackfield.plugins.media.fallback import Fallback
 from jackfield.plugins.media.gemma3 import Gemma3, Gemma3Processor
 from jackfield.plugins.media.lfm2_vl import Lfm2VlImages
 from jackfield.plugins.media.llava import Llava
@@ -27,17 +33,20 @@ from jackfield.plugins.media.llava import Llava
 LLAMA4 = "Llama4ForConditionalGeneration"
 QWEN = "Qwen2VLForConditionalGeneration"
 GEMMA = "Gemma3ForConditionalGeneration"
+LIGHT_ON = "LightOnOcrForConditionalGeneration"
 LLAVA = "LlavaForConditionalGeneration"
 
 
 class OfFamily(MediaModelKit):
+    family: ClassVar[str]
+
     @classmethod
     def write(cls, folder: Path) -> None:
         for models in (hearing_models, published_models):
-            if cls.name in models.FAMILIES:
-                models.save(cls.name, folder)
+            if cls.family in models.FAMILIES:
+                models.save(cls.family, folder)
                 return
-        save(cls.name, folder)
+        save(cls.family, folder)
 
 
 ROWS_ALONE: dict[str, dict[str, str]] = {"image": {}}
@@ -45,7 +54,10 @@ RECORDINGS: dict[str, dict[str, str]] = {"audio": {}}
 GRIDS = {"image": {"image_grid_thw": "image_grid_thw"}}
 GRIDS_OF_VIDEOS = {**GRIDS, "video": {"video_grid_thw": "image_grid_thw"}}
 GIVEN_AS_ROWS: dict[str, dict[str, dict[str, str]]] = {
-    **dict.fromkeys(("Gemma3For", "Gemma4", "InternVL", "LlavaFor", "LlavaNext"), ROWS_ALONE),
+    **dict.fromkeys(
+        ("DeepseekVL", "Gemma3For", "Gemma4", "InternVL", "LlavaFor", "LlavaNext", "VipLlava"),
+        ROWS_ALONE,
+    ),
     **dict.fromkeys(("Glm46V", "Glm4v", "GlmOcr", "Qwen3_5", "Qwen3VL"), GRIDS),
     **dict.fromkeys(("Qwen2VL", "Qwen2_5_VL"), GRIDS_OF_VIDEOS),
     "LlavaOnevision": {"image": {}, "video": {}},
@@ -60,10 +72,16 @@ def given_as_rows(name: str) -> dict[str, dict[str, str]]:
 
 
 for _name in (*FAMILIES, *hearing_models.FAMILIES, *published_models.FAMILIES):
-    globals()[f"Test{_name}"] = type(
-        f"Test{_name}", (OfFamily,), {"name": _name, "given_as_rows": given_as_rows(_name)}
-    )
-del OfFamily, MediaModelKit
+    _kit = type(
+        f"Test{_name}",
+        (OfFamily,),
+        {
+            "name": _name if _name in MODELS else FALLBACK, "family": _name,
+            "given_as_rows": given_as_rows(_name),
+        },
+    )  # fmt: skip
+    globals()[f"Test{_name}"] = pytest.mark.slow(_kit) if _name in NIGHTLY else _kit
+del _kit, OfFamily, MediaModelKit
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +107,62 @@ def engine_with(media: type, folder: Path) -> AsyncEngine:
         model=str(folder), device="cpu", dtype="float32", num_gpu_blocks_override=100
     )
     return AsyncEngine(config, plugins=load_plugins(extra=(plugin_of(LLAVA, media),)))
+
+
+@pytest.mark.parametrize("name", [LLAVA, "LlavaNextForConditionalGeneration", LIGHT_ON])
+async def test_the_fallback_says_what_a_class_of_its_own_says(name: str, tmp_path: Path) -> None:
+    save(name, tmp_path)
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", dtype="float32", num_gpu_blocks_override=100,
+        max_num_batched_tokens=16,
+    )  # fmt: skip
+    written = FAMILIES[name].written
+    prompt: Any = {
+        "prompt": f"See {written} and {written}?",
+        "multi_modal_data": {"image": [picture(1), picture(2, 40, 110)]},
+    }
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    said = []
+    for plugins in (None, load_plugins(extra=(plugin_of(name, Fallback),))):
+        async with AsyncEngine(config, plugins=plugins) as engine:
+            output = [each async for each in engine.generate(prompt, params)][-1]
+            said.append((output.prompt_token_ids, output.outputs[0].token_ids))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Gemma3ForConditionalGeneration", "its text part gets attention_mask beside embeddings"),
+        ("Glm4vForConditionalGeneration", "its tokens turn by their place in a picture"),
+        ("Ovis2ForConditionalGeneration", "its forward does more .*visual_indicator_features"),
+        ("InternVLForConditionalGeneration", None),
+    ],
+)
+def test_the_fallback_serves_where_rows_are_placed_and_nothing_else(
+    name: str, reason: str | None, tmp_path: Path
+) -> None:
+    config = getattr(transformers, name).config_class(**copy.deepcopy(FAMILIES[name].config))
+    refusal = Fallback.refusal(MediaSetup(tmp_path, config))
+    assert refusal is None if reason is None else re.match(reason, refusal or "")
+
+
+async def test_a_family_that_the_fallback_refuses_is_served_without_pictures(
+    tmp_path: Path,
+) -> None:
+    """With the reason for those who send one."""
+    save(GEMMA, tmp_path)
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", dtype="float32", num_gpu_blocks_override=100
+    )
+    params = SamplingParams(max_tokens=1, temperature=0)
+    plugins = load_plugins(extra=(plugin_of(GEMMA, Fallback),))
+    async with AsyncEngine(config, plugins=plugins) as engine:
+        output = [each async for each in engine.generate("words", params)][-1]
+        assert output.error is None
+        prompt: Any = {"prompt": "<start_of_image>", "multi_modal_data": {"image": picture(1)}}
+        with pytest.raises(InvalidRequest, match="gets attention_mask beside embeddings"):
+            await anext(engine.generate(prompt, params))
 
 
 def bang(*arguments: Any) -> Any:

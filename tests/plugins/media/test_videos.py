@@ -152,9 +152,9 @@ def expected(
 def engine_of(made: Made, **options: Any) -> AsyncEngine:
     return AsyncEngine(
         EngineConfig(
-            model=str(made.folder), device="cpu", dtype="float32", max_num_batched_tokens=13,
-            block_size=4, max_model_len=500, max_num_seqs=4, num_gpu_blocks_override=500,
-            **options,
+            model=str(made.folder), device="cpu", dtype="float32", block_size=4, max_model_len=500,
+            max_num_seqs=4, num_gpu_blocks_override=500,
+            **{"max_num_batched_tokens": 13, **options},
         )
     )  # fmt: skip
 
@@ -341,6 +341,55 @@ async def test_llava_onevision_reads_frames_of_one_size(tmp_path: Path) -> None:
     prompt: Any = {"prompt": "See <video> or <video>?", "multi_modal_data": {"video": films}}
     params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
     async with engine_of(Made(tmp_path, model)) as engine:
+        output = [each async for each in engine.generate(prompt, params)][-1]
+    assert output.error is None and len(output.prompt_token_ids) == count
+    assert list(output.outputs[0].token_ids) == out[0, count:].tolist()
+
+
+@pytest.mark.parametrize("bidirectional", [None, "vision"])
+async def test_gemma4_reads_frames_as_small_pictures(
+    bidirectional: str | None, tmp_path: Path
+) -> None:
+    """Of two videos, with and without layers where the tokens of a frame see each other."""
+    name = "Gemma4ForConditionalGeneration"
+    text_config = {
+        **FAMILIES[name].config["text_config"],
+        "use_bidirectional_attention": bidirectional,
+    }
+    model = save(name, tmp_path, text_config=text_config)
+    own = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(own))
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    films = [
+        np.stack([np.asarray(picture(seed + number, 24, size)) for number in range(2)])
+        for seed, size in ((10, 24), (20, 40))
+    ]
+    images, text = transformers.Gemma4ImageProcessorPil(**own), "See"
+    pixels, places, words = [], [], ("", " or ", "?")
+    for film_frames, after in zip(films, words[1:], strict=True):
+        made = images(images=[Image.fromarray(f) for f in film_frames], return_tensors="pt")
+        pixels.append(made["pixel_values"])
+        places.append(made["image_position_ids"])
+        count = int(made["num_soft_tokens_per_image"][0])
+        runs = [
+            f"00:{second:02d} <start_of_image>{'<video>' * count}<end_of_image>"
+            for second in (0, 2)
+        ]
+        text += " ".join(runs) + after
+    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    kinds = (inputs["input_ids"] == 303).int() * 2
+    with torch.no_grad():
+        out = model.generate(
+            **inputs, pixel_values_videos=torch.cat(pixels), video_position_ids=torch.cat(places),
+            num_frames_per_video=torch.tensor([2, 2]), mm_token_type_ids=kinds,
+            max_new_tokens=NEW, do_sample=False,
+        )  # fmt: skip
+    count = inputs["input_ids"].shape[1]
+    videos = [(frames, 0.5) for frames in films]
+    prompt: Any = {"prompt": "See<video> or <video>?", "multi_modal_data": {"video": videos}}
+    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+    steps = {"max_num_batched_tokens": 13 if bidirectional is None else 200}
+    async with engine_of(Made(tmp_path, model), **steps) as engine:
         output = [each async for each in engine.generate(prompt, params)][-1]
     assert output.error is None and len(output.prompt_token_ids) == count
     assert list(output.outputs[0].token_ids) == out[0, count:].tolist()

@@ -3,6 +3,8 @@ or refused for a reason that it names."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from transformers.models.auto.modeling_auto import (
 from jackfield import EngineConfig
 from jackfield.core.errors import ConfigError
 from jackfield.core.loading.build import load_model
+from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.nn.operations import Operations
 from jackfield.core.parallel.ranks import ONE_RANK
 from jackfield.core.registry import Registry, load_plugins
@@ -97,6 +100,24 @@ def test_families_have_the_names_that_vllm_has() -> None:
     for name in OF_VLLM.split():
         served = name in registry or registry.text_part(name) is not None
         assert served or registry.refusal(name) is not None, name
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("DeepseekVLV2ForCausalLM", "by code that only its checkpoint has"),
+        ("Ernie4_5_VLMoeForConditionalGeneration", "whether a token is text or a picture's"),
+        ("KeyeForConditionalGeneration", "transformers has no causal model"),
+    ],
+)
+def test_a_refusal_is_said_before_what_a_configuration_lacks(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    """Sizes of such models are in a part of it."""
+    raw = {"architectures": [name], "model_type": "its_own", "language_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=f"{name}.* is not supported.*{reason}"):
+        resolve_model_config(EngineConfig(model=str(tmp_path)), load_plugins())
 
 
 @pytest.mark.parametrize("reason", REFUSED)

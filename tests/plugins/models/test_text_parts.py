@@ -131,6 +131,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Mistral3ForConditionalGeneration": (
         TEXT | {"model_type": "mistral"}, VISION | {"model_type": "pixtral"}
     ),
+    "PaddleOCRVLForConditionalGeneration": (TEXT | MROPE | {"use_bias": True}, VISION),
     "Qwen2VLForConditionalGeneration": (TEXT | MROPE, QWEN_VISION),
     "Qwen2_5_VLForConditionalGeneration": (TEXT | MROPE, QWEN_VISION),
     "Qwen3VLForConditionalGeneration": (TEXT | MROPE, QWEN_VISION),
