@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence, Sized
 from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import web
@@ -48,11 +48,19 @@ def named_frame(event: dict[str, Any]) -> bytes:
 def output_size(output: RequestOutput, first: bool) -> int:
     """Return about how many log-probabilities an output has, or what takes as long; the first also
     has the prompt's."""
-    lists = [completion.logprobs for completion in output.outputs]
-    if first:
-        lists.append(output.prompt_logprobs)  # type: ignore[arg-type]
-    size = sum(len(positions) * len(positions[-1] or ()) for positions in lists if positions)
-    return size + sum(map(routed_size, output.outputs))
+    size = 0
+    for completion in output.outputs:  # For each token of each stream: a loop calls least.
+        if completion.logprobs:
+            size += _num_values(completion.logprobs)
+        if completion.routed_experts is not None:
+            size += routed_size(completion)
+    if first and output.prompt_logprobs:
+        size += _num_values(output.prompt_logprobs)
+    return size
+
+
+def _num_values(positions: Sequence[Sized | None]) -> int:
+    return len(positions) * len(positions[-1] or ())
 
 
 class Protocol(NamedTuple):

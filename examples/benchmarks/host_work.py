@@ -410,6 +410,7 @@ async def count_work(skip: int, count: int, kind: type[Counts]) -> tuple[Steps, 
             model=folder, load_format="dummy", device="cpu", dtype="float32", executor=NAME,
             operations=NAME, attention_backend=NAME, max_model_len=workload.max_model_len,
             max_num_batched_tokens=8192, num_gpu_blocks_override=60000,
+            itl_target_ms=0,  # Steps of this slow device would be shortened for it.
         )  # fmt: skip
         async with AsyncEngine(config, plugins=plugins) as engine:
             async with listening(engine, Listen(port=0)) as url:

@@ -364,6 +364,7 @@ def test_a_form_of_all_fields_is_read(server: Server) -> None:
     times = {"timestamp_granularities": "word", "timestamp_granularities[]": "segment"}
     response = post(server, recording(0.2), **fields, **times)
     assert response.status_code == 200, response.text
+    assert response.json()["words"] == []  # Asked for, though nobody speaks.
 
 
 def test_a_wrong_file_or_model_is_named(server: Server) -> None:

@@ -89,7 +89,7 @@ def _timed(
         "text": joined(segments),
         "segments": [verbose(segment) for segment in segments],
     }
-    if transcriber.words:
+    if options.words:
         body["words"] = [timed(word) for word in transcriber.words]
     return reply({**body, "usage": _usage(transcriber)})
 
