@@ -122,6 +122,28 @@ async def test_each_commit_is_written_down(server: Server, monkeypatch: pytest.M
         assert own[-1]["usage"] == {"type": "duration", "seconds": 1 + (data is second)}
 
 
+async def test_clients_of_vllm(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They name a model, say that an utterance begins, and read its text after the final commit."""
+    monkeypatch.setattr(transcriber, "MAX_COMPRESSION", np.inf)
+    monkeypatch.setattr(transcriber, "MIN_LOGPROB", -np.inf)
+    utterances = pcm(0.9), b"", pcm(1.7, 700)
+    async with connected(server) as client:
+        await client.send("session.update", model="served")
+        for data in utterances:
+            await client.send("input_audio_buffer.commit")
+            if data:
+                await client.append(data)
+            await client.send("input_audio_buffer.commit", final=True)
+            events = await client.until("transcription.done")
+            assert {event["type"] for event in events[:-1]} <= {"transcription.delta"}
+            expected = of_a_file(server, data) if data else ""
+            assert events[-1]["text"] == expected
+            assert "".join(event["delta"] for event in events[:-1]).strip() == expected
+        await client.send("session.update", model="other")
+        error = await client.next()
+        assert error["type"] == "error" and "other" in error["error"], "a text"
+
+
 async def test_what_is_wrong_is_an_event_and_the_session_goes_on(server: Server) -> None:
     async with connected(server, "/v1/realtime?model=served&intent=transcription") as client:
         for event, param in (

@@ -1,6 +1,6 @@
 """GET /v1/realtime: speech that comes in pieces, over a WebSocket, by OpenAI's events of
-transcription sessions. A client commits what it has sent, and each commit is written down as one
-recording."""
+transcription sessions, or by vLLM's. A client commits what it has sent, and each commit is written
+down as one recording."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import contextlib
 import json
 import logging
 import math
+import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,8 @@ from .speech import SpeechOptions, speech_of
 logger = logging.getLogger("jackfield.server")
 RATE = 24_000
 """Samples per second, if the session does not say."""
+VLLM_RATE = 16_000
+"""That of clients of vLLM."""
 LOWEST_RATE, HIGHEST_RATE = 8_000, 48_000
 MAX_MESSAGE = 4 << 20
 """Most bytes of an event."""
@@ -59,6 +62,8 @@ class Settings(NamedTuple):
     rate: int = RATE
     language: str | None = None
     prompt: str = ""
+    of_vllm: bool = False
+    """Events are those of vLLM: a commit that is not final says that an utterance begins."""
 
     @property
     def options(self) -> SpeechOptions:
@@ -142,7 +147,8 @@ class Session:
 
     async def run(self) -> None:
         """Serve the client until it goes, and has what it committed."""
-        await self._send("session.created", session=self._described())
+        created = {"id": self._id, "created": int(time.time())}
+        await self._send("session.created", session=self._described(), **created)
         tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -198,9 +204,14 @@ class Session:
             names = ", ".join(self._handlers)
             raise InvalidRequest(f"type: {shown(kind)} is none of {names}", param="type")
         await handler(event)
-        return kind == "input_audio_buffer.commit" and event.get("final") is True
+        is_final = kind == "input_audio_buffer.commit" and event.get("final") is True
+        return is_final and not self._settings.of_vllm
 
     async def _update(self, event: dict[str, Any]) -> None:
+        if isinstance(event.get("model"), str) and "session" not in event and not self._pcm:
+            await self.choose_model(event["model"])
+            self._settings = Settings(VLLM_RATE, of_vllm=True)
+            return
         given = event.get("session", {})
         if not isinstance(given, dict):
             raise InvalidRequest("session: must be an object", param="session")
@@ -273,7 +284,10 @@ class Session:
         self._pcm += data
 
     async def _commit(self, event: dict[str, Any]) -> None:
-        if len(self._pcm) < 2:
+        of_vllm = self._settings.of_vllm
+        if of_vllm and event.get("final") is not True:
+            return
+        if len(self._pcm) < 2 and not of_vllm:
             if event.get("final") is True:
                 return
             raise InvalidRequest("input_audio_buffer: is empty", param="input_audio_buffer")
@@ -286,7 +300,10 @@ class Session:
         self._pcm.clear()
         self._waiting_seconds += item.seconds
         before, self._last_item = self._last_item, item.id
-        await self._send("input_audio_buffer.committed", previous_item_id=before, item_id=item.id)
+        if not of_vllm:
+            await self._send(
+                "input_audio_buffer.committed", previous_item_id=before, item_id=item.id
+            )
         self._items.put_nowait(item)
 
     async def _clear(self, event: dict[str, Any]) -> None:
@@ -311,31 +328,43 @@ class Session:
                 known = isinstance(error, JackfieldError)
                 if not known:
                     logger.exception("a recording of a realtime session failed")
+                message = str(error) if known else type(error).__name__
+                if item.settings.of_vllm:
+                    await self._send("error", error=message, code="processing_error")
+                    continue
                 await self._send(
                     f"{_TRANSCRIPTION}.failed", item_id=item.id, content_index=0,
-                    error=_described(str(error) if known else type(error).__name__, None),
+                    error=_described(message, None),
                 )  # fmt: skip
             finally:
                 self._waiting_seconds -= item.seconds
 
     async def _transcribe(self, item: Item) -> None:
+        of_vllm = item.settings.of_vllm
+        kind = "transcription" if of_vllm else _TRANSCRIPTION
+        fields = {} if of_vllm else {"item_id": item.id, "content_index": 0}
+        said = ""
+        async with contextlib.aclosing(self._deltas(item)) as deltas:
+            async for delta in deltas:
+                said += delta
+                await self._send(f"{kind}.delta", **fields, delta=delta)
+        if of_vllm:
+            await self._send(f"{kind}.done", text=said.strip(), usage=None)
+            return
+        usage = {"type": "duration", "seconds": math.ceil(item.seconds)}
+        await self._send(f"{kind}.completed", **fields, transcript=said.strip(), usage=usage)
+
+    async def _deltas(self, item: Item) -> AsyncGenerator[str, None]:
+        if len(item.pcm) < 2:
+            return
         speech = speech_of(self._engine)
         samples = await asyncio.to_thread(_samples, item, speech.sampling_rate)
         origin = Origin(self._tenant, None, self._app[OPTIONS].share_prefix_cache, self._adapter)
         recording = Samples(samples, speech.sampling_rate)
         transcription = speech.transcription(recording, item.settings.options, origin)
-        said = ""
         async with contextlib.aclosing(transcription.deltas()) as deltas:
             async for delta in deltas:
-                said += delta
-                await self._send(
-                    f"{_TRANSCRIPTION}.delta", item_id=item.id, content_index=0, delta=delta
-                )
-        await self._send(
-            f"{_TRANSCRIPTION}.completed", item_id=item.id, content_index=0,
-            transcript=said.strip(),
-            usage={"type": "duration", "seconds": math.ceil(item.seconds)},
-        )  # fmt: skip
+                yield delta
 
     # ------------------------------------------------------------ events of the server
 
@@ -356,6 +385,9 @@ class Session:
         }  # fmt: skip
 
     async def _error(self, message: str, param: str | None, event: Any) -> None:
+        if self._settings.of_vllm:
+            await self._send("error", error=message, code="invalid_event")
+            return
         described = _described(message, param)
         if isinstance(event, dict) and isinstance(event.get("event_id"), str):
             described["event_id"] = event["event_id"][:64]
