@@ -43,7 +43,7 @@ class DraftGraphs:
     ) -> None:
         """`forward`, `logits`: as for `DecodeGraphs`, over all tokens; `max_tokens`: of any step;
         `num_drafts`: of each row; `drawn`: of drafts that are accepted by what they were drawn
-        from (`Speculation.drawn`).
+        from (`DraftVerifier.drawn`).
         """
         self._forward, self._logits = forward, logits
         self._batch, self._sampler, self._verified = batch, sampler, verified

@@ -252,8 +252,8 @@ def load_compressor(
     """
     name, leveled = config.kv_compression, config.kv_compression_levels is not None
     reasons = [layer_refusal(layer, cache_dtype) for layer in layers]
-    for layer in drafting:
-        if (reason := layer_refusal(layer, cache_dtype)) is not None:
+    for each in drafting:
+        if (reason := layer_refusal(each, cache_dtype)) is not None:
             reasons.append(f"in the model that drafts (speculative_config), {reason}")
     if name is None:
         _refuse("kv_compression_levels: they cannot serve", reasons)

@@ -19,29 +19,29 @@ from ..sampling.rounds import DraftPlaces
 
 if TYPE_CHECKING:
     from ..runner import ModelRunner
-    from .speculation import DraftedRows, Speculation
+    from .draft_verifier import DraftedRows, DraftVerifier
 
 
 class Verification:
     """The drafts of a launched step."""
 
-    def __init__(self, speculation: Speculation, drafted: DraftedRows) -> None:
-        self._speculation = speculation
+    def __init__(self, verifier: DraftVerifier, drafted: DraftedRows) -> None:
+        self._verifier = verifier
         self._drafted = drafted
         self.counts = drafted.host
 
     def limit(self, limits: torch.Tensor) -> None:
-        self._speculation.limit(self._drafted, limits)
+        self._verifier.limit(self._drafted, limits)
 
     def places(self) -> DraftPlaces | None:
-        return self._speculation.places(self._drafted)
+        return self._verifier.places(self._drafted)
 
     @property
     def drawn(self) -> DrawnDrafts | None:
         return self._drafted.drawn
 
     def verify(self, chosen: torch.Tensor) -> torch.Tensor:
-        return self._speculation.verify(self._drafted, chosen)
+        return self._verifier.verify(self._drafted, chosen)
 
 
 class DraftedRoute:
@@ -49,9 +49,9 @@ class DraftedRoute:
     prompts.
     """
 
-    def __init__(self, runner: ModelRunner, speculation: Speculation) -> None:
+    def __init__(self, runner: ModelRunner, verifier: DraftVerifier) -> None:
         self._runner = runner
-        self._speculation = speculation
+        self._verifier = verifier
         self.graphs: dict[tuple[str | None, int], DraftGraphs] = {}
         """By the variant of recorded steps and the drafts of each row, once they are recorded."""
 
@@ -62,7 +62,7 @@ class DraftedRoute:
         return self._replay(plan, part) or self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
-        runner, speculation = self._runner, self._speculation
+        runner, verifier = self._runner, self._verifier
         batch = runner.batch
         writes = batch.table.writes(plan)
         rows = batch.rows(plan)
@@ -73,14 +73,14 @@ class DraftedRoute:
             )
         runner.upload()
         scores = runner.prompt_logprobs.score(rows, hidden)
-        drafted = speculation.rows(plan, rows)
+        drafted = verifier.rows(plan, rows)
         slots_host = [plan.slots[row] for row in drafted.logit_rows]
         sampling = SamplingRows(drafted.logit_rows, slots_host, drafted.slots, drafted.lengths)
         places = LogitPlaces(drafted.slots, drafted.lengths, slots_host)
         logits = runner.logits(take(hidden, drafted.logit_tokens), places=places)
         return runner.sample(
             plan, logits, sampling, scores,
-            drafted=Verification(speculation, drafted),
+            drafted=Verification(verifier, drafted),
         )  # fmt: skip
 
     def _replay(self, plan: StepPlan, part: DraftPlan) -> LaunchedStep | None:

@@ -9,12 +9,9 @@ host learns the numbers of accepted and new drafts one step late.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from ...config.speculative_config import FIELD
@@ -27,29 +24,25 @@ from ...parts.speculation import NAME, DraftPlan, DraftResult, DraftStart, StepC
 from ...protocols.attention import PagedBackend
 from ...protocols.models import HiddenStates
 from ...protocols.speculators import (
-    PROMPT_END,
     Drafts,
-    KnownTokens,
-    RequestText,
     Speculator,
     SpeculatorSetup,
 )
 from ...registration.plugin_options import typed_options
 from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
-from ..batch import LogitRows, StepInputs, StepRows
-from ..graphs.pass_graphs import PassGraphs, RowDrafts
-from ..graphs.recorder import Recorder
-from ..launched_step import DraftCounts, LaunchedStep
-from ..packing import PackedUpload
+from ..batch import StepInputs
+from ..graphs.pass_graphs import RowDrafts
+from ..launched_step import LaunchedStep
 from ..sampling.masks import GrammarMasks
 from ..sampling.processors import Processors
-from ..sampling.rejection import DrawnDrafts
-from ..sampling.rounds import DraftPlaces
 from ..sampling.sampling_state import SamplingState
 from ..slot_table import SlotTable
 from .draft_model import draft_needs, draft_passes, token_states
-from .draft_passes import DraftPasses, PassRows, TokenStates, own_blocks
+from .draft_passes import DraftPasses, TokenStates, own_blocks
+from .draft_verifier import DraftVerifier
 from .drafted_route import DraftedRoute
+from .drafter import Drafter, sent
+from .forced_drafts import ForcedDrafts, forced_drafts
 from .part import PartNeeds, PartSite, PartStart, Report, Route, StartContext, WorkerPart
 
 if TYPE_CHECKING:
@@ -131,53 +124,6 @@ def backend_refusal(backend: type[PagedBackend]) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class DraftedRows:
-    """Positions at which a step with drafts samples. L = positions, S = sampling rows."""
-
-    host: DraftCounts
-    slots_host: Sequence[int]
-    """[num_rows] Slots of the plan."""
-    logit_rows: list[int]
-    """[L] Rows of the plan."""
-    logit_tokens: torch.Tensor
-    """[L] int64: index into the step's tokens."""
-    slots: torch.Tensor
-    """[L] int64"""
-    lengths: torch.Tensor
-    """[L] int64: tokens before the one that is sampled."""
-    drafts: torch.Tensor
-    """[L] int32: draft at the sampled token's place; undefined at a row's last position."""
-    starts: torch.Tensor
-    """[S + 1] int32: each row's first position, and the total."""
-    row_slots: torch.Tensor
-    """[S] int64"""
-    drawn: DrawnDrafts | None
-    """The same drafts, if they are accepted by what they were drawn from."""
-
-
-class ForcedDrafts(NamedTuple):
-    """What grammars force after the newest tokens of R rows."""
-
-    token_ids: torch.Tensor
-    """[R, K] int64"""
-    counts: torch.Tensor
-    """[R] int64; 0: nothing"""
-    newest: torch.Tensor
-    """[R] int64: they follow this token."""
-
-    def used(self, newest: torch.Tensor) -> torch.Tensor:
-        """Return which rows have any: [R] bool. newest: [R] int32, the rows' tokens"""
-        return (self.counts > 0) & (self.newest == newest)
-
-    def before(self, drafts: Drafts, used: torch.Tensor) -> Drafts:
-        """Return these instead of a speculator's, in rows that have any."""
-        token_ids = torch.where(used[:, None], self.token_ids, drafts.token_ids.long())
-        return drafts._replace(
-            token_ids=token_ids, counts=torch.where(used, self.counts, drafts.counts.long())
-        )
-
-
 class Speculation(WorkerPart):
     """An engine's speculator, and its drafts' fate. Launch thread only."""
 
@@ -204,11 +150,9 @@ class Speculation(WorkerPart):
         drafts that all rows of a step may have, which are recorded; without any: the most;
         `models`: of the speculator.
         """
-        self._passes, self._states, self.models = passes, states, models
+        self._states, self.models = states, models
         self.widths = widths or (num_drafts,)
-        self._speculator = speculator
         self._group = group
-        self._who = who
         self._table = table
         self._sampling = sampling
         self._num_drafts = num_drafts
@@ -222,10 +166,13 @@ class Speculation(WorkerPart):
         self._tables = DraftTables(table.token_history, table.lengths, num_proposed)
         self._rests = False
         """Whether plans ask for no proposals (`DraftPlan.rests`)."""
-        self._started: set[int] = set()
-        """Slots whose end the speculator wants to know."""
-        self.graphs: PassGraphs | None = None
-        """Recorded passes, once there are any."""
+        self._distributions = None if passes is None else passes.distributions
+        self.drafter = Drafter(
+            speculator, who, table, num_drafts, passes, alone=group.size == 1
+        )  # fmt: skip
+        self.verifier = DraftVerifier(
+            table, self._tables, sampling, operations, num_drafts, self._distributions
+        )
         self.costs: list[StepCost] = []
         """Measured, and not reported yet."""
 
@@ -233,30 +180,11 @@ class Speculation(WorkerPart):
 
     def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
         part = start.parts.get(NAME)
-        if self._speculator is None or not isinstance(part, DraftStart):
-            return
-        end = start.num_prompt_tokens
-        text = RequestText(
-            slot=start.slot,
-            num_tokens=len(start.token_ids),
-            num_prompt_tokens=end,
-            sharing=part.sharing,
-            prompt_end=start.token_ids[max(0, end - PROMPT_END) : end],
-            prediction=part.prediction,
-        )
-        with self._guarded():
-            self._speculator.start(text)
-            if type(self._speculator).release is not Speculator.release:
-                self._started.add(start.slot)
+        if isinstance(part, DraftStart):
+            self.drafter.start(start, part)
 
     def release(self, slot: int) -> None:
-        if slot not in self._started:
-            return
-        self._started.discard(slot)
-        if self._speculator is not None:
-            with self._guarded():
-                bound = int(self._table.length_bounds[slot]) + 1
-                self._speculator.release(self._known_tokens([slot]), slot, bound)
+        self.drafter.release(slot)
 
     # ------------------------------------------------------------ steps
 
@@ -267,8 +195,8 @@ class Speculation(WorkerPart):
         self._table.shorten(part.rejections)
         if part.rests:  # Tokens will come in the places of the last drafts.
             self._tables.num_proposed.zero_()
-            if self._passes is not None and self._passes.distributions is not None:
-                self._passes.distributions.forget()
+            if self._distributions is not None:
+                self._distributions.forget()
 
     def receive(self, part: PartPlan) -> None:
         if isinstance(part, DraftPlan) and part.rests is not None:
@@ -284,10 +212,14 @@ class Speculation(WorkerPart):
     def sampled(self, plan: StepPlan, output: dict[str, torch.Tensor], rows: Sequence[int]) -> None:
         which = self._proposal_rows = self.proposal_rows(plan) if rows else []
         slots = [plan.slots[row] for row in which]
-        found = self._next_drafts(plan, which)
+        found = self.drafter.next_drafts(plan, which, rests=self._rests)
         if not which:
             return
-        proposed = self._keep(slots, found, self._forced(plan, output.get("verdicts")))
+        forced = forced_drafts(
+            {} if self._masks is None else self._masks.take_forced(),
+            plan, which, self._num_drafts, output.get("verdicts"), self._device,
+        )  # fmt: skip
+        proposed = self._keep(slots, found, forced)
         if proposed is None:
             self._proposal_rows = []
             return
@@ -305,202 +237,22 @@ class Speculation(WorkerPart):
     def routes(self, runner: ModelRunner) -> list[Route]:
         self._masks, self._processors = runner.masks, runner.sampler.processors
         self._masks.seeks_forced = True
-        runner.sampler.rejects = self.rejects
+        runner.sampler.rejects = self.verifier.rejects
         if runner.stage is not None and self._states is not None:
             runner.stage.beside = self._states.taps
-        return [DraftedRoute(runner, self)]
-
-    # ------------------------------------------------------------ verification
-
-    def rows(self, plan: StepPlan, rows: StepRows) -> DraftedRows:
-        """Return where a step samples; call between the forward pass and sampling, which overwrites
-        the drafts.
-        """
-        num_drafts = plan.parts[NAME].num_drafts
-        logits = LogitRows.verifying(rows, plan.samples, num_drafts)
-        sampling, firsts = np.unique(logits.rows, return_index=True)
-        counts = np.asarray(num_drafts, dtype=np.int32)[sampling]
-        back = firsts.repeat(counts + 1) + counts.repeat(counts + 1) - np.arange(len(logits.rows))
-        starts = np.append(firsts, len(logits.rows)).astype(np.int32)
-        upload = PackedUpload(self._device)
-        for array in (
-            logits.tokens.astype(np.int64), rows.slots[logits.rows].astype(np.int64), back,
-            starts, rows.slots[sampling].astype(np.int64), self._places(back, counts),
-        ):  # fmt: skip
-            upload.add(array)
-        tokens, slots, from_end, device_starts, row_slots, places = upload.send()
-        lengths = self._table.lengths[slots] - from_end
-        drafts = self._table.token_history[slots, lengths]
-        return DraftedRows(
-            host=DraftCounts(sampling.tolist(), counts.tolist()),
-            slots_host=plan.slots,
-            logit_rows=logits.rows.tolist(),
-            logit_tokens=tokens,
-            slots=slots,
-            lengths=lengths,
-            drafts=drafts,
-            starts=device_starts,
-            row_slots=row_slots,
-            drawn=self.drawn(drafts, slots, places) if self.rejects else None,
-        )
-
-    def _places(self, back: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return each position's place among its row's drafts, the most of a row at its last.
-
-        back: [L] drafts after each position; counts: [S] → [L] int64
-        """
-        order = counts.repeat(counts + 1) - back
-        return np.where(back > 0, order, self._num_drafts).astype(np.int64)
-
-    @property
-    def rejects(self) -> bool:
-        """Whether drafts are accepted by what they were drawn from, not while they are sampled."""
-        return self._passes is not None and self._passes.distributions is not None
-
-    def drawn(self, drafts: torch.Tensor, slots: torch.Tensor, places: torch.Tensor) -> DrawnDrafts:
-        """Return the drafts of L positions if `rejects`; recordable. places: as
-        `DraftDistributions.of`."""
-        assert self._passes is not None and self._passes.distributions is not None, "it rejects"
-        return self._passes.distributions.of(drafts, slots, places)
-
-    def limit(self, drafted: DraftedRows, limits: torch.Tensor) -> None:
-        """Let so many drafts of each row be accepted at most. limits: [S] int32"""
-        proposed, slots = self._tables.num_proposed, drafted.row_slots
-        proposed[slots] = torch.minimum(proposed[slots], limits)
-
-    def places(self, drafted: DraftedRows) -> DraftPlaces | None:
-        """Return what sampling in rounds needs; None: no row's tokens depend on its output."""
-        slots = [drafted.slots_host[row] for row in drafted.host.rows]
-        in_turn = [self._sampling.depends_on_output(slot) for slot in slots]
-        if not any(in_turn):
-            return None
-        proposed = self._tables.num_proposed[drafted.row_slots]
-        return DraftPlaces(drafted.host.counts, drafted.drafts, proposed, in_turn, drafted.drawn)
-
-    def verify(self, drafted: DraftedRows, chosen: torch.Tensor) -> torch.Tensor:
-        """Accept sampled drafts, and take the others out of lengths.
-
-        chosen: [L] int32 → [S, 2] int32: accepted and proposed drafts
-        """
-        return self.verified(chosen, drafted.drafts, drafted.starts, drafted.row_slots)
-
-    def verified(
-        self,
-        chosen: torch.Tensor,
-        drafts: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> torch.Tensor:
-        """As `verify`, from parts of `DraftedRows`; recordable."""
-        return self._operations.verify_drafts(
-            chosen, drafts, starts, slots, self._tables, self._num_drafts
-        )
+        return [DraftedRoute(runner, self.verifier)]
 
     # ------------------------------------------------------------ proposals
 
     def proposal_rows(self, plan: StepPlan) -> list[int]:
         """Return the plan's rows that get drafts: sampling ones, unless a logits processor bars
         them."""
-        if self._rests or (self._speculator is None and self._group.size == 1):
+        if self._rests or (not self.drafter.works and self._group.size == 1):
             return []
         rows = [row for row, samples in enumerate(plan.samples) if samples]
         if not (processors := self._processors):
             return rows
         return [row for row in rows if not processors.bars_drafts(plan.slots[row])]
-
-    def _next_drafts(self, plan: StepPlan, which: Sequence[int]) -> RowDrafts | None:
-        """Let the speculator read what the step has computed, and propose. which: rows that get
-        drafts; None: there are none."""
-        if self._speculator is None or not plan.slots:
-            return None
-        slots = [plan.slots[row] for row in which]
-        if self._passes is None:
-            return self._proposed(self._known_tokens(slots)) if slots else None
-        graphs, observed = self.graphs, None
-        if graphs is not None and self._rests and graphs.launch_alone(plan):
-            return None
-        if graphs is not None and (found := graphs.launch(plan, which)) is not None:
-            return found
-        if self._observes:
-            with self._guarded():
-                observed = self.observe(self._passes.rows(plan))
-        if not slots or self._speculator is None:
-            return None
-        if graphs is not None:
-            found = graphs.launch_proposal(plan, which, observed)
-            if found is not None:
-                return found
-        return self._proposed(self._passes.known(self._passes.proposal_rows(plan, which), observed))
-
-    @property
-    def _observes(self) -> bool:
-        speculator = self._speculator
-        return speculator is not None and type(speculator).observe is not Speculator.observe
-
-    def observe(self, rows: PassRows) -> torch.Tensor | None:
-        """Return the speculator's states of a step's tokens; recordable."""
-        assert self._passes is not None and self._speculator is not None, "it has passes"
-        states = self._speculator.observe(self._passes.whole(rows))
-        if states is not None and (states.dim() != 2 or len(states) != len(rows.row_of)):
-            raise ValueError(
-                f"observe gave states of {tuple(states.shape)} for {len(rows.row_of)} tokens"
-            )
-        return states
-
-    def pass_graphs(self, record: Recorder) -> PassGraphs | None:
-        """Return graphs of the speculator's passes; None: they cannot be recorded. Nothing is
-        recorded yet."""
-        passes, speculator = self._passes, self._speculator
-        if passes is None or speculator is None or not speculator.recordable or not passes.widest:
-            return None
-        widths = (1 + num_drafts for num_drafts in (0, *self.widths))
-
-        def observe(slots: torch.Tensor, width: int) -> torch.Tensor | None:
-            return self.observe(passes.alike(slots, width))
-
-        return PassGraphs(
-            observe=observe if self._observes else None,
-            known=passes.recorded,
-            propose=self.propose,
-            batch=passes.batch,
-            record=record,
-            widths=[width for width in widths if width <= passes.widest],
-            num_drafts=self._num_drafts,
-        )
-
-    def _forced(self, plan: StepPlan, verdicts: torch.Tensor | None) -> ForcedDrafts | None:
-        """Return drafts of the proposal rows that their grammars force; None: there are none.
-
-        verdicts: [S, 2] of the step's sampling rows
-        """
-        found = {} if self._masks is None else self._masks.take_forced()
-        if not found:
-            return None
-        sampling = {row: place for place, row in enumerate(np.flatnonzero(plan.samples).tolist())}
-        places = np.array([sampling[row] for row in self._proposal_rows], dtype=np.int64)
-        numbers = np.zeros((len(places), 3 + self._num_drafts), dtype=np.int64)
-        for number, place in enumerate(places.tolist()):
-            if (forced := found.get(place)) is not None:
-                drafts = forced.tokens[1 : 1 + self._num_drafts]
-                numbers[number, :3] = len(drafts), forced.accepted, forced.tokens[0]
-                numbers[number, 3 : 3 + len(drafts)] = drafts
-        upload = PackedUpload(self._device)
-        upload.add(numbers)
-        upload.add(places)
-        sent, device_places = upload.send()
-        accepted = torch.zeros_like(sent[:, 1])
-        if verdicts is not None:
-            accepted = verdicts[device_places, 0].long()
-        return ForcedDrafts(sent[:, 3:], sent[:, 0] * (accepted == sent[:, 1]), sent[:, 2])
-
-    def launch_passes(self, error: Exception) -> None:
-        """Go on with launched passes: they cannot be recorded."""
-        if self.graphs is not None:
-            self.graphs.stop()
-        logger.warning(
-            "the passes of %s are launched kernel by kernel, as they cannot be recorded: %s",
-            self._who, error,
-        )  # fmt: skip
 
     def _keep(
         self, slots: Sequence[int], found: RowDrafts | None, forced: ForcedDrafts | None
@@ -509,7 +261,7 @@ class Speculation(WorkerPart):
         has failed."""
         if self._group.size == 1 and found is None:
             return None
-        device_slots = self._sent(slots) if found is None else found.slots
+        device_slots = sent(slots, self._device) if found is None else found.slots
         drafts, used = None if found is None else found.drafts, None
         if forced is not None and drafts is not None:
             newest = self._table.token_history[device_slots, self._table.lengths[device_slots]]
@@ -521,33 +273,11 @@ class Speculation(WorkerPart):
         numbers = self._operations.keep_drafts(
             drafts.token_ids, drafts.counts, device_slots, self._tables, self._sampling.vocab_size
         )
-        if self._passes is not None and self._passes.distributions is not None:
+        if self._distributions is not None:
             # Of what a grammar forces, no distribution is known.
             drawn = numbers if used is None else numbers.masked_fill(used, 0)
-            self._passes.distributions.keep(drafts.token_ids, drawn, device_slots)
+            self._distributions.keep(drafts.token_ids, drawn, device_slots)
         return numbers
-
-    def _sent(self, slots: Sequence[int]) -> torch.Tensor:
-        upload = PackedUpload(self._device)
-        upload.add(np.asarray(slots, dtype=np.int64))
-        return upload.send()[0]
-
-    def _known_tokens(self, slots: Sequence[int]) -> KnownTokens:
-        device_slots = self._sent(slots)
-        # The newest token is behind the computed ones.
-        lengths = self._table.lengths[device_slots].long() + 1
-        return KnownTokens(self._table.token_history, device_slots, lengths)
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Go on without drafts if the speculator raises."""
-        try:
-            yield
-        except Exception:
-            if self._passes is not None and self._group.size > 1:
-                raise  # Other ranks may wait for this one.
-            logger.exception("%s failed: the engine goes on without drafts", self._who)
-            self._speculator = None
 
     def _shared(self, drafts: Drafts | None, num_rows: int) -> Drafts:
         """Return the first rank's drafts on each: other ranks may not have its order of events, and
@@ -562,47 +292,19 @@ class Speculation(WorkerPart):
 
     def _new_drafts(self, slots: Sequence[int]) -> torch.Tensor:
         """→ [len(slots), num_drafts] int32"""
-        device_slots = self._sent(slots)[:, None]
+        device_slots = sent(slots, self._device)[:, None]
         places = self._tables.lengths[device_slots] + 1
         order = torch.arange(self._num_drafts, device=self._device)
         return self._tables.history[device_slots, places + order]
 
-    def _proposed(self, tokens: KnownTokens) -> RowDrafts | None:
-        with self._guarded():
-            return RowDrafts(tokens.slots, self.propose(tokens))
-        return None
-
-    def propose(self, tokens: KnownTokens) -> Drafts:
-        """Return the speculator's drafts; recordable, if it has passes."""
-        assert self._speculator is not None, "asked of a speculator that has failed"
-        drafts = self._speculator.propose(tokens)
-        shapes = tuple(drafts.token_ids.shape), tuple(drafts.counts.shape)
-        num_rows = len(tokens.slots)
-        if shapes != ((num_rows, self._num_drafts), (num_rows,)):
-            raise ValueError(
-                f"propose gave token_ids and counts of {shapes[0]} and {shapes[1]}, for "
-                f"{num_rows} rows of {self._num_drafts} drafts"
-            )
-        return drafts if self._passes is None else self._passes.within(drafts, tokens.lengths)
-
     def warm_up(self) -> None:
-        """Propose for the scratch slot, whose blocks are the null block, and verify, compiling
-        kernels."""
+        """Propose and verify in the scratch slot, compiling kernels."""
         scratch = self._table.scratch_slot
-        slots = torch.full((1,), scratch, dtype=torch.int32, device=self._device)
-        found = None
-        if self._speculator is not None:
-            tokens = self._known_tokens([scratch])
-            if self._passes is not None:
-                observed = self.observe(self._passes.alike(slots, 1)) if self._observes else None
-                tokens = self._passes.recorded(slots, torch.zeros_like(slots), observed)
-            found = self._proposed(tokens)
-        self._keep([scratch], found, None)
+        self._keep([scratch], self.drafter.scratch_drafts(), None)
         chosen = torch.zeros(1, dtype=torch.int32, device=self._device)
         starts = torch.arange(2, dtype=torch.int32, device=self._device)
-        self._operations.verify_drafts(
-            chosen, chosen, starts, slots.long(), self._tables, self._num_drafts
-        )
+        slots = torch.full((1,), scratch, dtype=torch.int64, device=self._device)
+        self.verifier.verified(chosen, chosen, starts, slots)
 
 
 def _numbers(step: LaunchedStep, useless: Collection[int]) -> list[int]:

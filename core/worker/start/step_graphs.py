@@ -104,8 +104,8 @@ class Variant:
                     logits=logits,
                     batch=batch,
                     sampler=runner.sampler,
-                    verified=speculation.verified,
-                    drawn=speculation.drawn if speculation.rejects else None,
+                    verified=speculation.verifier.verified,
+                    drawn=speculation.verifier.drawn if speculation.verifier.rejects else None,
                     record=record,
                     max_tokens=max_tokens,
                     num_drafts=num_drafts,
@@ -138,7 +138,10 @@ class StepGraphs:
         )
         speculation = runner.parts.find(Speculation)
         self._speculation = speculation
-        self.passes = None if speculation is None else speculation.pass_graphs(self._record)
+        self.passes = None
+        if speculation is not None:
+            drafter, widths = speculation.drafter, speculation.widths
+            self.passes = drafter.pass_graphs(self._record, widths)
         """Those of a speculator's model."""
         embeds = runner.parts.find(InputEmbeds)
         self.encoders = None if embeds is None else embeds.encoder_graphs(self._record)
@@ -232,7 +235,7 @@ class StepGraphs:
         if speculation is None or not drafts or self._runner.stage is not None:
             return False
         if self._costs is None:
-            passes, device = speculation.graphs, self._runner.device
+            passes, device = speculation.drafter.graphs, self._runner.device
             self._costs = StepCosts(self.decode, drafts, passes, device)
         cost = self._costs.measure_next()
         if cost is not None:
@@ -246,9 +249,9 @@ class StepGraphs:
         try:
             more = self.passes.record_next()
         except self._runner.record_errors as error:
-            self._speculation.launch_passes(error)
+            self._speculation.drafter.launch_passes(error)
             return False
-        self._speculation.graphs = self.passes
+        self._speculation.drafter.graphs = self.passes
         return more
 
     def _record_more(self, variant: Variant) -> bool:

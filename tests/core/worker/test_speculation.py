@@ -490,12 +490,12 @@ def test_drafts_leave_the_distribution_as_it_is() -> None:
             rows = batch.rows(plan)
             lengths = batch.table.lengths[:slots].long()
             batch.table.lengths[:slots] += 1 + num_drafts
-            drafted = drafting.rows(plan, rows)
+            drafted = drafting.verifier.rows(plan, rows)
             assert torch.equal(drafted.lengths.view(slots, -1)[:, 0], lengths + 1)
             before = batch.table.token_history[drafted.slots, drafted.lengths - 1].long()
             host = [slot for slot in range(slots) for _ in range(1 + num_drafts)]
             chosen, _ = sampler.sample_eagerly(model[before], drafted.slots, host, drafted.lengths)
-            verdicts = drafting.verify(drafted, chosen)
+            verdicts = drafting.verifier.verify(drafted, chosen)
             return lengths, chosen.view(slots, -1).clone(), verdicts[:, 0]
 
         lengths, chosen, kept = step(2)

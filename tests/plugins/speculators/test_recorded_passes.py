@@ -22,6 +22,7 @@ from jackfield.core.hooks import hookimpl
 from jackfield.core.protocols import Drafts, KnownTokens
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.worker.graphs.pass_graphs import ALONE
+from jackfield.core.worker.parts.drafter import Drafter
 from jackfield.core.worker.parts.speculation import Speculation
 from jackfield.plugins.conformance.tape import recorded
 from jackfield.plugins.executors.inprocess import InProcessExecutor
@@ -73,7 +74,7 @@ class TapedExecutor(NotingExecutor):
 
     async def prepare(self, part: Speculation) -> None:
         self.replays.clear()
-        graphs = part.pass_graphs(recorded)
+        graphs = part.drafter.pass_graphs(recorded, part.widths)
         assert graphs is not None, "the speculator may be recorded"
 
         @torch.inference_mode()
@@ -84,7 +85,7 @@ class TapedExecutor(NotingExecutor):
 
         assert self._thread is not None
         await self._thread.call(record)
-        part.graphs = graphs
+        part.drafter.graphs = graphs
         replay = graphs._replay
 
         def counted(*arguments: Any) -> Any:
@@ -104,7 +105,7 @@ class RecordedExecutor(NotingExecutor):
         assert self._thread is not None
         while await self._thread.call(self._worker.prepare_ahead):
             pass
-        graphs = part.graphs
+        graphs = part.drafter.graphs
         assert graphs is not None, "the passes are recorded"
         replay = graphs._replay
 
@@ -334,7 +335,7 @@ async def test_graphs_propose_what_launched_passes_do(
     for executor in ("noting", "recorded"):
         with monkeypatch.context() as patched:
             if executor == "noting":
-                patched.setattr(Speculation, "pass_graphs", lambda part, record: None)
+                patched.setattr(Drafter, "pass_graphs", lambda drafter, record, widths: None)
             config = settings(target, speculative, executor=executor, **shared)
             await serve(config, asked, plugins)
         proposals.append(NotingExecutor.proposals.copy())
