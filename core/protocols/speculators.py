@@ -44,7 +44,8 @@ class SpeculatorNeeds(NamedTuple):
 
     model: nn.Module | None = None
     """Its own model. Layers of `core.nn` that attend join the engine's KV cache: they have keys
-    and values in the blocks of each request, as long as those of the target's layers."""
+    and values in the blocks of each request, as long as those of the target's layers. Where caches
+    are compacted, they keep the first tokens and the most recent ones."""
     hidden: bool = False
     """Whether it reads the target's last hidden states, after the final norm."""
     taps: tuple[int, ...] = ()
