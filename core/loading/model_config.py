@@ -307,7 +307,7 @@ def _read_config(
         return read(raw, None), None, None
     check_fields(file, raw)
     types = {} if plugins is None else plugins["model"].text_types
-    model_type = raw.get("model_type")
+    model_type = raw.get("model_type") or ""
     registered = plugins is not None and bool(model_type) and model_type in plugins["config"]
     config, outer = text_config(file, raw, read, part, types, registered)
     return config, whole, outer

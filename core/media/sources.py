@@ -48,7 +48,7 @@ def file_part(file: Mapping[str, Any], path: str, kind: str) -> MediaPart:
     is_url = data[:5].lower() == "data:"
     name = file.get("filename")
     if is_url:
-        named = data[5:200].partition(",")[0].partition(";")[0].lower()
+        named: str | None = data[5:200].partition(",")[0].partition(";")[0].lower()
     else:
         named = mimetypes.guess_type(name)[0] if isinstance(name, str) else None
     modality = (named or "").partition("/")[0]
