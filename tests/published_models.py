@@ -514,7 +514,88 @@ INTERN = Family(
     },
     ("<IMG_CONTEXT>", "<img>", "</img>"), "<IMG_CONTEXT>", intern_reference,
 )  # fmt: skip
+# ---------------------------------------------------------------- Kimi-VL
+
+KIMI_PARTS = seeing_models.FAMILIES["Kimi_K25ForConditionalGeneration"].config
+KIMI_NAMES = {
+    "mm_projector.proj.0.": "multi_modal_projector.linear_1.",
+    "mm_projector.proj.2.": "multi_modal_projector.linear_2.",
+    "mm_projector.": "multi_modal_projector.",
+}
+
+
+class KimiVLForConditionalGeneration(transformers.Kimi_K25ForConditionalGeneration):  # type: ignore[misc]
+    """Kimi K2.5 of `transformers`, with the projector under Kimi-VL's names."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        parts = copy.deepcopy(KIMI_PARTS) | {"tie_word_embeddings": False}
+        parts["text_config"]["tie_word_embeddings"] = False
+        super().__init__(transformers.Kimi_K25Config(**parts))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        plain = transformers.Kimi_K25ForConditionalGeneration(self.config)
+        plain.load_state_dict(self.state_dict())
+        with tempfile.TemporaryDirectory() as folder:
+            plain.save_pretrained(folder)
+            seeing_models.respell(Path(folder) / "model.safetensors")
+            own = load_file(Path(folder) / "model.safetensors")
+        published = {}
+        for name, tensor in own.items():
+            for theirs, ours in KIMI_NAMES.items():
+                name = name.replace(theirs, ours) if "multi_modal" not in name else name
+            published[name] = tensor
+        return published
+
+
+def kimi_reference(folder: Path) -> Any:
+    """Of 40 patches of 8 pixels at most, in whole squares of 16, on black."""
+    tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+
+    def process(images: Any, text: str, return_tensors: str) -> dict[str, Any]:
+        first, *others = text.split("<|media_pad|>")
+        pixels, places = [], []
+        for image, words in zip(images or (), others, strict=True):
+            count = (image.width // 8) * (image.height // 8)
+            scale = min(1.0, (40 / count) ** 0.5)
+            width, height = int(image.width * scale), int(image.height * scale)
+            columns, rows = -(-width // 16) * 2, -(-height // 16) * 2
+            canvas = torch.zeros(3, rows * 8, columns * 8)
+            small = np.array(image.resize((width, height), 3))
+            canvas[:, :height, :width] = torch.from_numpy(small).permute(2, 0, 1) / 255
+            patches = (canvas * 2 - 1).unflatten(2, (columns, 8)).unflatten(1, (rows, 8))
+            pixels.append(patches.permute(1, 3, 0, 2, 4).flatten(0, 1))
+            places.append([1, rows, columns])
+            first += "<|media_pad|>" * (rows * columns // 4) + words
+        inputs = dict(tokenizer(first, return_tensors="pt", add_special_tokens=False))
+        if pixels:
+            inputs |= {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(places)}
+        return inputs
+
+    return process
+
+
+KIMI = Family(
+    KimiVLForConditionalGeneration,
+    {
+        "architectures": ["KimiVLForConditionalGeneration"], "model_type": "kimi_vl",
+        "ignore_index": -100, "media_placeholder_token_id": 300, "pad_token_id": 0,
+        "text_config": KIMI_PARTS["text_config"],
+        "vision_config": {
+            "model_type": "moonvit", "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 8,
+            "init_pos_emb_height": 8, "init_pos_emb_width": 8, "merge_kernel_size": [2, 2],
+        },
+    },
+    {
+        "image_processor_type": "KimiVLImageProcessor", "in_token_limit": 40, "patch_size": 8,
+        "merge_kernel_size": [2, 2], "pad_input": True, "num_pooled_tokens": 1024,
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    },
+    ("<|media_pad|>", "<|media_start|>", "<|media_content|>", "<|media_end|>"), "<|media_pad|>",
+    kimi_reference,
+)  # fmt: skip
 FAMILIES = {
+    "KimiVLForConditionalGeneration": KIMI,
     "InternVLChatModel": INTERN,
     "DeepseekOCRForCausalLM": OCR,
     "Phi4MMForCausalLM": PHI,

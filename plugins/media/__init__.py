@@ -34,6 +34,7 @@ MODELS = {
         ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
         "kimi_k25:KimiK25",
     ),
+    "KimiVLForConditionalGeneration": "kimi_vl:KimiVL",
     "Lfm2VlForConditionalGeneration": "lfm2_vl:Lfm2Vl",
     "Llama4ForConditionalGeneration": "llama4:Llama4",
     "LlavaForConditionalGeneration": "llava:Llava",

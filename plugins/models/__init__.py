@@ -231,6 +231,7 @@ CONFIGS = {
     "internvl_chat": "whole_configs:InternVLChatConfig",
     "iquestloopcoder": "LoopCoderConfig",
     "kimi_k2": "KimiK2Config",
+    "kimi_vl": "whole_configs:KimiVLConfig",
     "longcat_flash_ngram": "longcat_config:LongcatNgramConfig",
     "mimo_v2": "mimo_v2_config:MiMoV2Config",
     "minicpm": "MiniCPMConfig",

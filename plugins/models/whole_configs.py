@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from transformers import (
+    DeepseekV3Config,
     Idefics2VisionConfig,
     InternVLVisionConfig,
+    Kimi_K25Config,
     LlamaConfig,
     Phi4MultimodalConfig,
     PreTrainedConfig,
@@ -17,7 +19,7 @@ from transformers import (
 )
 
 from ...core.errors import ConfigError
-from ...core.protocols.field_kinds import COUNT, OBJECT, POSITIVE, FieldKind
+from ...core.protocols.field_kinds import COUNT, INTEGER, OBJECT, POSITIVE, FieldKind
 from .configs import wrong
 
 HEAD_DIM = 128
@@ -92,6 +94,39 @@ class InternVLChatConfig:
                 fields["num_hidden_layers"] += own["select_layer"] + 1
             vision = InternVLVisionConfig(**fields)
         return PreTrainedConfig(**own, vision_config=vision)
+
+
+class KimiVLConfig:
+    """Kimi-VL, as Kimi K2.5 of `transformers`."""
+
+    config_fields: ClassVar[Mapping[str, FieldKind]] = {
+        "media_placeholder_token_id": INTEGER.required(), "text_config": OBJECT.required(),
+        "vision_config": OBJECT.required(),
+    }  # fmt: skip
+    vision_names: ClassVar[Mapping[str, str]] = {
+        "init_pos_emb_height": "pos_emb_height", "init_pos_emb_width": "pos_emb_width",
+        **{
+            name: name
+            for name in (
+                "hidden_size", "intermediate_size", "merge_kernel_size", "num_attention_heads",
+                "num_hidden_layers", "patch_size",
+            )
+        },
+    }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        published, text = config_dict["vision_config"], config_dict["text_config"]
+        named = cls.vision_names.items()
+        vision = {ours: published[theirs] for theirs, ours in named if theirs in published}
+        dropped = {"auto_map", "model_type"}
+        return Kimi_K25Config(
+            architectures=config_dict["architectures"],
+            text_config=DeepseekV3Config(**{k: v for k, v in text.items() if k not in dropped}),
+            vision_config=vision, projection_hidden_size=published["hidden_size"],
+            image_token_id=config_dict["media_placeholder_token_id"],
+            tie_word_embeddings=bool(config_dict.get("tie_word_embeddings")),
+        )  # fmt: skip
 
 
 class DeepseekVlV2Config:

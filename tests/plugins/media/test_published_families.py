@@ -25,6 +25,9 @@ COUNTS: dict[str, dict[tuple[int, int], int]] = {
         (640, 480): 273, (768, 576): 273 + 20 * 31, (1280, 720): 273 + 10 * 21,
         (400, 3000): 273 + 60 * 11, (700, 700): 273 + 20 * 21,
     },
+    "KimiVLForConditionalGeneration": {
+        (224, 224): 8 * 8, (640, 480): 23 * 18, (1280, 720): 43 * 25, (400, 3000): 12 * 89,
+    },
     "MiniCPMV": {
         (224, 224): 66, (640, 480): 3 * 66, (1280, 720): 7 * 66 + 1, (1920, 1080): 9 * 66 + 1,
         (400, 3000): 8 * 66 + 6,
@@ -32,6 +35,7 @@ COUNTS: dict[str, dict[tuple[int, int], int]] = {
 }  # fmt: skip
 """Tokens by a picture's width and height, by default options."""
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "KimiVLForConditionalGeneration": {"pixel_values": (46 * 36, 3, 14, 14)},
     "InternVLChatModel": {"pixel_values": (13, 3, 448, 448)},
     "DeepseekOCRForCausalLM": {"pixel_values": (1, 3, 1024, 1024)},
     "MiniCPMV": {"pixel_values": (1, 3, 392, 518), "slices": (2, 3, 546, 364)},

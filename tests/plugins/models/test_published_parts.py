@@ -17,6 +17,7 @@ from jackfield.plugins.conformance.paged_model import PagedModel
 CASES = {
     "InternVLChatModel": "Qwen2ForCausalLM",
     "DeepseekOCRForCausalLM": "DeepseekOcr2TextForCausalLM",
+    "KimiVLForConditionalGeneration": "DeepseekV3ForCausalLM",
     "MiniCPMO": "Qwen2ForCausalLM",
     "MiniCPMV": "Qwen3ForCausalLM",
     "Phi4MMForCausalLM": "Phi4MMTextForCausalLM",
