@@ -12,7 +12,7 @@ import numpy as np
 from ...core.errors import ConfigError
 from ...core.protocols.media import MediaSetup, ProcessedMedia
 from .family import Pictures
-from .processor import OPTION, ImageProcessor
+from .processor import ALONE, OPTION, ImageProcessor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -65,10 +65,15 @@ class DerivedProcessor(ImageProcessor):
             param = OPTION if setup.processor_kwargs else "model"
             raise ConfigError(
                 f"{param}: {kind.__name__}, with what {setup.folder.name} says of it, cannot "
-                f"process a picture ({type(error).__name__}: {error}); without pictures it is "
-                "served with language_model_only",
+                f"process a picture ({type(error).__name__}: {error}); {ALONE}",
                 param=param,
             ) from error
+        if setup.config.image_token_id not in sample.token_ids:
+            raise ConfigError(
+                f"model: {kind.__name__} writes no token {setup.config.image_token_id} for a "
+                f"picture, which is image_token_id; {ALONE}",
+                param="model",
+            )
         self._alike = set(sample.token_ids) == {setup.config.image_token_id}
         return self.token(self._writer.image_token)
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 OPTION = "mm_processor_kwargs"
+ALONE = "without pictures it is served with language_model_only"
+"""What an error at start says in the end."""
 LOWERABLE = (
     "max_pixels", "max_patches", "max_soft_tokens", "max_image_tokens", "max_tiles",
     "max_slice_nums", "max_dynamic_patch",
@@ -62,7 +64,7 @@ class ImageProcessor:
             param = OPTION if given else "model"
             raise ConfigError(
                 f"{param}: the image processor of {setup.folder.name} cannot be made "
-                f"({type(error).__name__}: {error})",
+                f"({type(error).__name__}: {error}); {ALONE}",
                 param=param,
             ) from error
         if unknown := sorted(given.keys() - own.valid_kwargs.__annotations__.keys()):

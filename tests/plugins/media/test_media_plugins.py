@@ -147,6 +147,18 @@ def test_the_fallback_serves_where_rows_are_placed_and_nothing_else(
     assert refusal is None if reason is None else re.match(reason, refusal or "")
 
 
+def test_a_processor_that_writes_other_tokens_stops_the_start(tmp_path: Path) -> None:
+    model = save(LIGHT_ON, tmp_path)
+    tokenizer = Tokenizer.load(str(tmp_path))
+    model.config.image_token_id = 303
+    setup = MediaSetup(
+        tmp_path, model.config,
+        tokenize=lambda text: tokenizer.encode(text, add_special_tokens=False),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"writes no token 303 .* language_model_only"):
+        Fallback.processor(setup)
+
+
 async def test_a_family_that_the_fallback_refuses_is_served_without_pictures(
     tmp_path: Path,
 ) -> None:
