@@ -241,7 +241,7 @@ class Glm46Sampling(Sampling):
 class GlmVideo(Qwen3Video):
     """Each pair is written like a picture, with its seconds behind it."""
 
-    sampling = GlmSampling()
+    sampling: Sampling = GlmSampling()
     patch_size = QwenVideo.patch_size
     least_pixels = 112 * 112
     most_pixels = 2 * 30_000 * 28 * 28
