@@ -152,6 +152,7 @@ def test_mixes_give_the_tokens_of_an_engine_without_drafts(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0)
 def test_ten_thousand_mixes_of_each_method(tmp_path: Path) -> None:
     """A night's work: a fifth of a second of a processor for a mix and a method."""
     torch.set_num_threads(1)

@@ -335,8 +335,10 @@ def test_mixes_of_rows_give_the_tokens_of_an_engine_without_drafts(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_ten_thousand_mixes_of_rows(capability: str, tmp_path: Path) -> None:
+    """A night's work, too."""
     engines = Engines(tmp_path, **CAPABILITIES[capability])
     check_mixes(engines, 10_000 // len(CAPABILITIES))
     engines.close()
