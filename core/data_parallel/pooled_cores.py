@@ -242,6 +242,7 @@ class PooledCores:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._meeting = None
         for member in self.members:
             if member.first.done():
                 member.first.exception()  # One of them was raised; the others are known with it.

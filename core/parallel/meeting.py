@@ -48,6 +48,10 @@ class Engine(NamedTuple):
         """Let the others know a value."""
         self.store.set(name, value)
 
+    def forget(self, name: str) -> None:
+        """Let nobody know a value any more."""
+        self.store.delete_key(name)
+
     def hears(self, name: str, seconds: float = LOOK_SECONDS) -> bool:
         """Wait until another engine tells a value; return whether one has within so many seconds.
         Blocks this store. Raises RuntimeError once the meeting is over."""

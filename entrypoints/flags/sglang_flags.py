@@ -92,7 +92,8 @@ _MISSING: dict[str, str] = {
     "--base-gpu-id": "see --device-ids",
     "--disaggregation-mode": "prompts are computed where outputs are; see --kv-transfer-config",
     "--dist-init-addr": "several hosts are those of a Ray cluster (--executor ray)",
-    "--enable-dp-attention": "see --data-parallel-size and --enable-expert-parallel",
+    "--enable-dp-attention": "of --tp N --dp D: --data-parallel-size D, --tensor-parallel-size N/D "
+    "and --enable-expert-parallel",
     "--max-total-tokens": "see --num-gpu-blocks-override",
 }
 _EQUIVALENT: dict[str, Option] = {
