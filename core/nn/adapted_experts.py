@@ -31,14 +31,14 @@ class AdaptedExpertOperations:
         gate_up: ExpertWeight,
         down: ExpertWeight,
         *,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         **more: Any,
     ) -> torch.Tensor:
         """As `Operations.experts`."""
         if self._site.state.active is not None:
             self._site.called = True
         special = self._site.special()
-        before = [residual[rows].float() for _, rows in special]
+        before = [0.0 if residual is None else residual[rows].float() for _, rows in special]
         out = self._own.experts(x, routing, gate_up, down, residual=residual, **more)
         for (change, rows), added in zip(special, before, strict=True):
             own = routing._replace(experts=routing.experts[rows], weights=routing.weights[rows])

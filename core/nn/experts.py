@@ -308,7 +308,8 @@ class SparseMLP(nn.Module):
             x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, into: Any = None
         ) -> torch.Tensor:
             chosen = routing._replace(experts=experts, weights=weights)
-            into = torch.zeros_like(x) if into is None else into
+            if into is None and "experts.no_residual" not in self.operations.features:
+                into = torch.zeros_like(x)
             return self.operations.experts(
                 x, chosen, first.expert_weight, down.expert_weight, residual=into, **more
             )

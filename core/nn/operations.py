@@ -133,7 +133,7 @@ class Operations(
         "linear.factor", "linear.layer_norm", "activated_linear.layer_norm",
         "gated_linear.layer_norm",
         "bidirectional_attention.distance_bias", "experts.activation", "experts.bias",
-        "experts.foreign", "experts.gelu", "experts.limit", "experts.relu2",
+        "experts.foreign", "experts.gelu", "experts.limit", "experts.no_residual", "experts.relu2",
         "gated_rms_norm.sigmoid",
         "route.bias", "route.factor", "route.first", "route.groups", "route.sigmoid",
     })  # fmt: skip
@@ -360,7 +360,7 @@ class Operations(
         gate_up: ExpertWeight,
         down: ExpertWeight,
         *,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         gate_up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
         activation: ExpertActivation | None = None,
@@ -371,9 +371,10 @@ class Operations(
         down: E experts' [hidden_size, inner] → [T, hidden_size]. `residual` may be overwritten.
         Biases: [E * 2 * inner] and [E * hidden_size], added to the products of each expert's
         layers; `activation`: in place of silu(gate) * up. Only models that have these three pass
-        them (`features`). With "relu2", gate_up has E experts' [inner, hidden_size]: up alone. With
-        `Routing.num_experts`, experts below 0 or from E on are other ranks', and add nothing; only
-        operations with the feature `foreign` get that.
+        them (`features`). Without a residual, which only operations with the feature `no_residual`
+        get: the sum alone. With "relu2", gate_up has E experts' [inner, hidden_size]: up alone.
+        With `Routing.num_experts`, experts below 0 or from E on are other ranks', and add nothing;
+        only operations with the feature `foreign` get that.
 
         The reference computes one expert at a time. On a device that runs asynchronously to the
         host, each expert computes all tokens: the launches then do not depend on the routing, and a
@@ -402,7 +403,7 @@ class Operations(
             output = self.linear(inner, second, biases[1])
             weight = (routing.weights * chosen).sum(dim=1, keepdim=True).to(x.dtype)
             out[tokens] += output * weight[tokens]
-        return residual + out
+        return out if residual is None else residual + out
 
     def activated(
         self, products: torch.Tensor, activation: ExpertActivation | None

@@ -27,6 +27,7 @@ def _combine_kernel(
     experts_ptr,
     stride_out,
     stride_residual,
+    RESIDUAL: tl.constexpr,
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     OWN: tl.constexpr,
@@ -40,8 +41,10 @@ def _combine_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    total = tl.load(residual_ptr + token * stride_residual + offs_n, mask=mask, other=0.0)
-    total = total.to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    if RESIDUAL:
+        residual_ptrs = residual_ptr + token * stride_residual + offs_n
+        total += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
     for place in tl.static_range(TOP_K):
         in_part = mask
         if OWN is not None:
@@ -55,21 +58,21 @@ def _combine_kernel(
 def combine(
     parts: torch.Tensor,
     weights: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     out: torch.Tensor,
     *,
     experts: torch.Tensor | None = None,
     own: int | None = None,
 ) -> torch.Tensor:
     """parts: [num_tokens * top_k, size] and weights: [num_tokens, top_k] float32, contiguous;
-    residual, out: [num_tokens, size], perhaps the same, last strides 1 → out. Sums in float32,
-    rounded once. With `own`, parts whose expert, [num_tokens, top_k] int32, is not below it, or is
-    negative, are left out."""
-    num_tokens, size = residual.shape
+    residual, if there is one, and out: [num_tokens, size], perhaps the same, last strides 1 → out.
+    Sums in float32, rounded once. With `own`, parts whose expert, [num_tokens, top_k] int32, is not
+    below it, or is negative, are left out."""
+    num_tokens, size = out.shape
     if num_tokens == 0:
         return out
     block = min(triton.next_power_of_2(size), LARGEST_BLOCK)
-    options = pdl_options(residual.device)
+    options = pdl_options(out.device)
     launch(_combine_kernel, (num_tokens, triton.cdiv(size, block)))(
         out,
         parts,
@@ -77,7 +80,8 @@ def combine(
         residual,
         experts,
         out.stride(0),
-        residual.stride(0),
+        0 if residual is None else residual.stride(0),
+        RESIDUAL=residual is not None,
         SIZE=size,
         TOP_K=weights.shape[1],
         OWN=own,

@@ -168,3 +168,6 @@ class ExpertChecks:
         assert got.dtype == dtype
         assert torch.equal(x, kept), "experts overwrites what it was given"
         self.near(got, want, dtype, times=3)
+        if "experts.no_residual" in operations.features:
+            alone = operations.experts(x, chosen, gate_up, down, residual=None, **more)
+            self.near(alone, want - residual.float(), dtype, times=3)

@@ -49,14 +49,14 @@ def experts_product(
     routing: Routing,
     gate_up: ExpertWeight,
     down: ExpertWeight,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     *,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     activation: ExpertActivation | None = None,
     uniform: bool = False,
 ) -> torch.Tensor:
-    """As `Operations.experts`, into `residual`.
+    """As `Operations.experts`, into `residual` if there is one.
 
     Launches depend only on shapes and types, so a graph may contain them. `uniform`: any number of
     tokens are multiplied in tiles of one size.
@@ -94,8 +94,9 @@ def experts_product(
         uniform=uniform,
     )
     parts = _product(inner, down, lists, top_k, total, down_bias, gated=False, uniform=uniform)
+    out = torch.empty_like(x) if residual is None else residual
     return combine(
-        parts, routing.weights, residual, residual, experts=routing.experts if foreign else None,
+        parts, routing.weights, residual, out, experts=routing.experts if foreign else None,
         own=num_experts if foreign else None,
     )  # fmt: skip
 

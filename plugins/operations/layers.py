@@ -222,7 +222,7 @@ class TritonLayers(
         gate_up: ExpertWeight,
         down: ExpertWeight,
         *,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         gate_up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
         activation: ExpertActivation | None = None,

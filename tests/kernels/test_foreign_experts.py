@@ -79,7 +79,7 @@ def sum_of_ranks(
         }
         more = {"activation": weights["activation"]} if "activation" in weights else {}
         part = operations.experts(
-            x, local, held.pop("gate_up"), held.pop("down"), residual=torch.zeros_like(x), **held,
+            x, local, held.pop("gate_up"), held.pop("down"), residual=None, **held,
             **more,
         )  # fmt: skip
         total += part.float()
