@@ -98,7 +98,7 @@ class PaddleOcrEncoder(QwenEncoder):
         """[patches, 3, pixels] → [patches, 3, rows, columns]"""
         side = math.isqrt(pixels.shape[2])
         normalised = TransformersEncoder.normalised(self, pixels, parameters)
-        return normalised.unflatten(2, (side, side))
+        return normalised.view(*normalised.shape[:2], side, side)
 
 
 class QwenPictures(Pictures):
