@@ -67,8 +67,7 @@ class InternVLChatParts(nn.Module):
 
         vision, width = config.vision_config, config.text_config.hidden_size
         self.vision_model = InternVLVisionModel(vision)
-        layers: Any = self.vision_model.encoder.layer
-        for layer in layers:
+        for layer in self.vision_model.encoder.layer:
             layer.attention = FusedAttention(layer.attention, layer.attention.projection_layer)
         self._factor = round(1 / config.downsample_ratio)
         wide = vision.hidden_size * self._factor**2

@@ -100,9 +100,7 @@ class Phi4MultimodalFeatures(FeatureExtractor):
         return {FEATURES: self.extracted(samples)[FEATURES]}
 
     def count(self, tensors: Mapping[str, np.ndarray]) -> int:
-        frames_per_row: int = self.config.audio_config.time_reduction
-        frames: int = tensors[FEATURES].shape[1]
-        return -(-frames // frames_per_row)
+        return math.ceil(tensors[FEATURES].shape[1] / self.config.audio_config.time_reduction)
 
     def arranged(self, token_ids: Sequence[int]) -> list[int]:
         """Raises ValueError for pictures beside recordings, which would project these otherwise."""

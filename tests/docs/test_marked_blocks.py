@@ -17,7 +17,7 @@ import tomllib
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import forked
 import pytest
@@ -36,6 +36,18 @@ THEIR_CHECKPOINTS = ("path/to/", "owner/name")
 
 def marked(mark: str) -> list[Block]:
     return [block for block in BLOCKS if block.mark == mark]
+
+
+def first_by_day(blocks: list[Block]) -> list[Any]:
+    """Mark all but a page's first as slow; of what one reads first, none."""
+    pages: set[str] = set()
+    params = []
+    for block in blocks:
+        begins = block.page == "README.md" or block.page.startswith("docs/tutorials/")
+        by_day = begins or block.page not in pages
+        params.append(pytest.param(block, marks=[pytest.mark.slow] * (not by_day)))
+        pages.add(block.page)
+    return params
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -196,7 +208,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-@pytest.mark.parametrize("block", marked("runs"), ids=name_of)
+@pytest.mark.parametrize("block", first_by_day(marked("runs")), ids=name_of)
 def test_a_block_does_what_the_page_shows(block: Block, server: str, tmp_path: Path) -> None:
     run_block(block, server, tmp_path)
 

@@ -21,11 +21,24 @@ from jackfield import EngineConfig
 from jackfield.core.config import StructuredOutputsConfig
 
 FILES = sorted((Path(__file__).parent / "recorded").glob("*.json"))
-RECORDED = [
-    pytest.param(path.stem, request, id=f"{path.stem}: {request['name']}")
-    for path in FILES
-    for request in json.loads(path.read_text())["requests"]
-]
+AGENTS = ("claude-code", "codex")
+
+
+def requests() -> Iterator[Any]:
+    """By day all of agents, and of each library's to a route the first, plain and streamed."""
+    seen: set[tuple[Any, ...]] = set()
+    for path in FILES:
+        for request in json.loads(path.read_text())["requests"]:
+            kind = (path.stem, request["route"], bool(request["body"].get("stream")))
+            by_day = path.stem in AGENTS or kind not in seen
+            seen.add(kind)
+            marks = [pytest.mark.slow] * (not by_day)
+            yield pytest.param(
+                path.stem, request, id=f"{path.stem}: {request['name']}", marks=marks
+            )
+
+
+RECORDED = list(requests())
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +55,6 @@ def server() -> Iterator[Server]:
     )
     with running(config) as item:
         yield item
-
-
-AGENTS = ("claude-code", "codex")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ CASES = {
     "KimiVLForConditionalGeneration": "DeepseekV3ForCausalLM",
     "MiniCPMO": "Qwen2ForCausalLM",
     "MiniCPMV": "Qwen3ForCausalLM",
-    "Phi3VForCausalLM": "Phi3ForCausalLM",
     "Phi4MMForCausalLM": "Phi4MMTextForCausalLM",
 }
 """Architecture → that of its text part."""

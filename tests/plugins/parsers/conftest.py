@@ -17,7 +17,7 @@ ONCE_FOR_A_MECHANISM = (
 )
 """How long a text takes, and what gets through a grammar: families differ in marks, and time is
 spent, and calls escape, where they are looked for."""
-ONCE_FOR_A_PARSER = ("test_forced_calls_are_read_back",)
+ONCE_FOR_A_PARSER = ("test_forced_calls_are_read_back", "test_no_text_makes_it_raise")
 """Outputs that do not depend on a family's samples; some names stand for the same parser."""
 WHEREVER_A_SAMPLE_BREAKS_OFF = (
     "test_a_sample_cut_anywhere_means_the_same", "test_a_sample_may_end_anywhere",

@@ -10,12 +10,15 @@ from jackfield.plugins.conformance.quantization import QuantizationKit
 
 FUSED = ("test_layers_multiply_by_the_dequantised_weights", "test_missing_and_misshapen")
 """What fused tensors change, besides what the first format of a file is tried with."""
+EXPERTS = (*FUSED, "test_ranks_hold_their_parts_of_the_weights")
+"""What a format has of its own for experts."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow what a file's first format is tried with, and what does not depend on the
-    format: Qwen3's layers, which are Llama's without biases, and most of Phi3's."""
+    format: Qwen3's layers, which are Llama's without biases, and most of Phi3's and of a
+    mixture's."""
     first: dict[Any, Any] = {}
     for item in items:
         kit: Any = getattr(item, "cls", None)
@@ -24,5 +27,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if first.setdefault(item.path, kit) is kit:
             continue
         family = item.name.rpartition("[")[2].rstrip("]")
-        if family == "Qwen3" or (family == "Phi3" and not item.name.startswith(FUSED)):
+        of_its_own = {"Qwen3": (), "Phi3": FUSED, "Qwen3Moe": EXPERTS}.get(family)
+        if of_its_own is not None and not item.name.startswith(of_its_own):
             item.add_marker(pytest.mark.slow)

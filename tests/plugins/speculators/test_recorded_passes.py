@@ -186,6 +186,8 @@ def settings(target: Path, speculative: dict[str, Any], **more: Any) -> Any:
     return config_of(target, speculative_config=speculative, **sizes)
 
 
+BY_DAY = ("eagle3", "medusa")
+"""With a cache and without; a model beside it is recorded in caches that are compacted."""
 COMPACTED: dict[str, Any] = {
     "kv_compression": "window", "kv_compression_budget": 16, "kv_compression_interval": 12,
     "enable_prefix_caching": False, "block_size": 4,
@@ -196,7 +198,10 @@ COMPACTED: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("method", "compression"),
     [
-        *((method, {}) for method in MADE),
+        *(
+            pytest.param(method, {}, marks=[pytest.mark.slow] * (method not in BY_DAY))
+            for method in MADE
+        ),
         ("draft_model", COMPACTED),
         pytest.param(
             "mtp",
