@@ -111,6 +111,7 @@ def run(args: argparse.Namespace, emitter: Emitter) -> None:
             options["speculative_config"] = {
                 "method": "ngram", "num_speculative_tokens": num_drafts,
                 "prompt_lookup_max": 4, "prompt_lookup_min": 2,
+                **args.speculative,
             }  # fmt: skip
             drafted = asyncio.run(measure(EngineConfig.from_options(options), args))
             for text in args.texts:
@@ -147,6 +148,10 @@ def main() -> int:
     parser.add_argument(
         "--options", type=json.loads, default={}, metavar="JSON", help="more engine options"
     )
+    parser.add_argument(
+        "--speculative", type=json.loads, default={}, metavar="JSON",
+        help="more fields of speculative_config",
+    )  # fmt: skip
     add_output_options(parser)
     args = parser.parse_args()
     run(args, Emitter(args.output, environment(args.device)))
