@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -14,14 +15,19 @@ VARIABLE = "JACKFIELD_EXPERT_ENGINES"
 """host:port:number of a member's process, from which its ranks have it."""
 HOST = "127.0.0.1"
 LOOK_SECONDS = 600.0
-"""Longest wait before `wait` waits anew."""
+"""After which `Engine.hears` returns, by default."""
 
 
 class MeetingPlace:
     """The store, in the process that starts the engines."""
 
     def __init__(self) -> None:
-        self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        # One that the store opens would be reached from other hosts.
+        listener = socket.create_server((HOST, 0))
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
 
     def environment(self, engine: int) -> dict[str, str]:
         """Return the variables that bring an engine's ranks here."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from .ranks import Group
+if TYPE_CHECKING:
+    from ..protocols.collectives import Collectives
 
 
 class Round:
     """What a rank knows of the step that all engines compute now. Of the launch thread."""
 
-    def __init__(self, counts: Group, num_ranks: int) -> None:
+    def __init__(self, counts: Collectives, num_ranks: int) -> None:
         """counts: all ranks of all engines, for tensors of the host; num_ranks: of each engine."""
         self.capacity: int | None = None
         """Most tokens that any rank sends in a layer; None: no round is on."""
@@ -37,4 +39,4 @@ class Round:
 
     def close(self) -> None:
         """Leave the group."""
-        self._counts.close()  # type: ignore[attr-defined]
+        self._counts.close()

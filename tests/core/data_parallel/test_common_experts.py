@@ -14,6 +14,7 @@ import pytest
 from jackfield import AsyncEngine, EngineConfig, RequestOutput, SamplingParams
 from jackfield.core.data_parallel.pooled_cores import PooledCores
 from jackfield.core.errors import ConfigError, EngineStopped
+from jackfield.core.parallel.meeting import VARIABLE, MeetingPlace
 from jackfield.core.remote import processes as remote_processes
 
 from helpers import make_checkpoint
@@ -92,6 +93,20 @@ async def test_engines_serve_the_tokens_of_one_rest_and_end_together(tmp_path: P
         assert "member 1 of 2 was ended by SIGKILL" in str(engine.dead_reason)
         with pytest.raises(EngineStopped, match="member 1 of 2 was ended by SIGKILL"):
             await anext(outputs(engine, 1))
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux lists sockets there")
+def test_engines_meet_where_no_other_host_comes() -> None:
+    place = MeetingPlace()
+    port = int(place.environment(1)[VARIABLE].split(":")[1])
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        if (file := Path("/proc/net", name)).exists()
+        for line in file.read_text().splitlines()[1:]
+    ]
+    own = [line[1] for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")]
+    assert own == [f"0100007F:{port:04X}"], "listening sockets of this port"
 
 
 @pytest.mark.slow
