@@ -594,7 +594,134 @@ KIMI = Family(
     ("<|media_pad|>", "<|media_start|>", "<|media_content|>", "<|media_end|>"), "<|media_pad|>",
     kimi_reference,
 )  # fmt: skip
+# ---------------------------------------------------------------- Phi-3-vision
+
+PHI3_TEXT: dict[str, Any] = {
+    **PHI_TEXT, "max_position_embeddings": 512, "original_max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+PHI3_FACTORS = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7]
+
+
+class Phi3VForCausalLM(Published):
+    text_prefix = ""
+    part = "model.vision_embed_tokens."
+
+    def create_text(self, config: dict[str, Any]) -> Any:
+        rope = {
+            "rope_type": "longrope", "long_factor": PHI3_FACTORS, "short_factor": PHI3_FACTORS,
+            "rope_theta": 10000.0, "original_max_position_embeddings": 512,
+        }  # fmt: skip
+        return transformers.Phi3ForCausalLM(
+            transformers.Phi3Config(**PHI3_TEXT, rope_parameters=rope)
+        )
+
+    def create(self, config: dict[str, Any]) -> None:
+        vision = transformers.CLIPVisionConfig(**config["vision_config"])
+        self.img_processor = transformers.CLIPVisionModel(vision)
+        wide, width = 4 * vision.hidden_size, PHI3_TEXT["hidden_size"]
+        self.glb_GN = nn.Parameter(torch.randn(1, 1, wide))
+        self.sub_GN = nn.Parameter(torch.randn(1, 1, 1, wide))
+        self.img_projection = nn.Sequential(
+            nn.Linear(wide, width), nn.GELU(), nn.Linear(width, width)
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        published = {}
+        for name, tensor in self.state_dict().items():
+            if name.startswith("text."):
+                published[name.removeprefix("text.")] = tensor
+                continue
+            if name.startswith("img_processor.") and ".vision_model." not in name:
+                name = name.replace("img_processor.", "img_processor.vision_model.")
+            published[self.part + name] = tensor
+        return published
+
+    def rows(self, canvases: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([self.of_canvas(canvas) for canvas in canvases])
+
+    def of_canvas(self, canvas: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a picture, [3, height, width] of whole tiles of 32 pixels."""
+        whole = nn.functional.interpolate(canvas[None], size=(32, 32), mode="bicubic")
+        lines = [*self.lines(canvas), self.glb_GN[0], *self.lines(whole[0])]
+        return self.img_projection(torch.cat(lines))
+
+    def lines(self, canvas: torch.Tensor) -> list[torch.Tensor]:
+        """Return the rows of each line of squares of 16 pixels."""
+        height, width = (side // 32 for side in canvas.shape[1:])
+        features = {}
+        for row in range(height):
+            for column in range(width):
+                tile = canvas[None, :, 32 * row : 32 * row + 32, 32 * column : 32 * column + 32]
+                states = self.img_processor(tile, output_hidden_states=True).hidden_states[-2]
+                features[row, column] = states[0, 1:].view(4, 4, -1)
+        made = []
+        for y in range(2 * height):
+            for x in range(2 * width):
+                own = features[y // 2, x // 2][2 * (y % 2) :, 2 * (x % 2) :]
+                made.append(torch.cat([own[0, 0], own[0, 1], own[1, 0], own[1, 1]])[None])
+            made.append(self.sub_GN[0, 0])
+        return made
+
+
+def phi3_reference(folder: Path) -> Any:
+    """At most 4 tiles, of which as many stand side by side as the picture's shape allows."""
+    tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    mean = torch.tensor([0.48145466, 0.4578275, 0.40821073])[:, None, None]
+    deviation = torch.tensor([0.26862954, 0.26130258, 0.27577711])[:, None, None]
+
+    def process(images: Any, text: str, return_tensors: str) -> dict[str, Any]:
+        first, *others = text.split("<|image|>")
+        canvases = []
+        for image, words in zip(images or (), others, strict=True):
+            width, height, top, size, turned = PHI3_SIZES[image.size]
+            own = image.transpose(5) if turned else image
+            small = torch.from_numpy(np.array(own.resize((width, height), 2)))
+            canvas = torch.full((size, width, 3), 255, dtype=torch.uint8)
+            canvas[top : top + height] = small
+            canvas = canvas.transpose(0, 1) if turned else canvas
+            canvases.append((canvas.permute(2, 0, 1) / 255 - mean) / deviation)
+            rows, columns = (side // 16 for side in canvas.shape[:2])
+            first += "<|image|>" * (rows * (columns + 1) + 1 + 2 * 3) + words
+        inputs = dict(tokenizer(first, return_tensors="pt", add_special_tokens=False))
+        return {**inputs, **({"canvases": canvases} if canvases else {})}
+
+    return process
+
+
+PHI3_SIZES = {
+    (96, 72): (64, 48, 8, 64, False), (60, 110): (64, 34, 15, 64, True),
+    (48, 100): (64, 30, 1, 32, True),
+}  # fmt: skip
+"""A picture's size → width, height, place from above, and canvas of the picture with the longer
+side lying."""
+PHI3 = Family(
+    Phi3VForCausalLM,
+    {
+        **PHI3_TEXT, "architectures": ["Phi3VForCausalLM"], "model_type": "phi3_v",
+        "embd_layer": {
+            "embedding_cls": "image", "hd_transform_order": "sub_glb", "projection_cls": "mlp",
+            "use_hd_transform": True, "with_learnable_separator": True,
+        },
+        "img_processor": {
+            "image_dim_out": 32, "model_name": "openai/clip-vit-large-patch14-336",
+            "name": "clip_vision_model", "num_img_tokens": 4,
+        },
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "su", "long_factor": PHI3_FACTORS, "short_factor": PHI3_FACTORS,
+        },
+        "vision_config": {**TOWER, "num_hidden_layers": 3, "hidden_act": "quick_gelu"},
+    },
+    {
+        "image_processor_type": "Phi3VImageProcessor", "num_crops": 4, "num_img_tokens": 4,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    },
+    ("<|image|>",), "<|image|>", phi3_reference,
+)  # fmt: skip
 FAMILIES = {
+    "Phi3VForCausalLM": PHI3,
     "KimiVLForConditionalGeneration": KIMI,
     "InternVLChatModel": INTERN,
     "DeepseekOCRForCausalLM": OCR,

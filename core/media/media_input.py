@@ -274,6 +274,9 @@ class MediaInput:
             return known
         field = OPTIONS_FIELD
         try:
+            if not hasattr(own.processor, "lowered"):
+                names = ", ".join(json.loads(options))
+                raise ValueError(f"{names}: is no option of this model's {own.noun}s")
             processor = own.processor.lowered(json.loads(options))
         except (ConfigError, ValueError) as error:
             text = str(error).removeprefix(f"{field}: ")

@@ -154,7 +154,8 @@ class VideoReader(Reader):
 
     def decode(self, value: Any, field: str) -> Video:
         """Return the frames that are read. Raises InvalidRequest."""
-        return decode_video(value, self._sampling, field)
+        rate = getattr(self.processor, "sound_rate", None)
+        return decode_video(value, self._sampling, field, rate)
 
     def process(self, item: Video) -> ProcessedMedia:
         processed: ProcessedMedia = self.processor.video(item)
@@ -165,7 +166,8 @@ class VideoReader(Reader):
         return f"{count} frames of {width} x {height} pixels"
 
     def shape(self, item: Video) -> tuple[Any, ...]:
-        return item.frames.shape, item.indices, item.fps, item.total
+        own = item.frames.shape, item.indices, item.fps, item.total
+        return own if item.sound is None else (*own, blake2b(item.sound.tobytes()).hexdigest())
 
     def data(self, item: Video) -> memoryview:
         return np.ascontiguousarray(item.frames).data

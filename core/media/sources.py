@@ -184,6 +184,8 @@ def _given(value: Any, modality: str, field: str) -> MediaSource:
 
 
 OPTIONS_FIELD = "mm_processor_kwargs"
+SOUND_OPTION = "use_audio_in_video"
+"""That of videos: their sound is heard, too."""
 
 
 def with_options(
@@ -195,18 +197,32 @@ def with_options(
     field = OPTIONS_FIELD
     if not isinstance(options, Mapping):
         raise InvalidRequest(f"{field}: must be an object, got {shown(options)}", param=field)
-    if others := sorted({source.modality for source in sources} - {"image"}):
+    options, of_videos = dict(options), {}
+    if SOUND_OPTION in options:
+        of_videos[SOUND_OPTION] = options.pop(SOUND_OPTION)
+    if options and (others := sorted({source.modality for source in sources} - {"image"})):
         raise InvalidRequest(
             f"{field}: of {' and '.join(others)} there are no options for a request; leave it out",
             param=field,
         )
+    text, video_text = (_options_text(own, field) for own in (options, of_videos))
+    return [
+        source._replace(options=video_text if source.modality == "video" else text)
+        for source in sources
+    ]
+
+
+def _options_text(options: Mapping[str, Any], field: str) -> str:
+    """Return options as JSON; empty: there are none. Raises InvalidRequest."""
+    if not options:
+        return ""
     try:
         text = json.dumps(options, sort_keys=True)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{field}: {error}", param=field) from None
     if len(text) > MAX_OPTIONS:
         raise InvalidRequest(f"{field}: has more than {MAX_OPTIONS} characters", param=field)
-    return [source._replace(options=text) for source in sources]
+    return text
 
 
 def detail_of(given: Mapping[str, Any], field: str, default: str = "auto") -> str:

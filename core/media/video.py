@@ -18,6 +18,7 @@ import numpy as np
 
 from ..errors import InvalidRequest
 from ..protocols.media import Sampling, Video
+from .audio import MAX_SECONDS
 from .fetch import MAX_BYTES
 from .images import MAX_PIXELS, MAX_RATIO
 
@@ -47,14 +48,17 @@ class Head(msgspec.Struct, frozen=True):
     fps: float
 
 
-def decode_video(value: Any, sampling: Sampling, field: str) -> Video:
+def decode_video(
+    value: Any, sampling: Sampling, field: str, sound_rate: int | None = None
+) -> Video:
     """Return the chosen frames of a video's bytes, of a file that the caller names by a Path, or
-    all of an array or a list of pictures. Raises InvalidRequest."""
+    all of an array or a list of pictures; of files with the sound, at a rate. Raises
+    InvalidRequest."""
     if isinstance(value, os.PathLike):
         value = _file(Path(value), field)
     if isinstance(value, bytes | bytearray | memoryview):
         with _decoding:
-            return _decoded(bytes(value), sampling, field)
+            return _decoded(bytes(value), sampling, field, sound_rate)
     return _given(value, field)
 
 
@@ -110,10 +114,11 @@ def _check(head: Head, count: int, field: str) -> None:
         raise InvalidRequest(f"{field}: the video has {reason}", param=field)
 
 
-def _decoded(data: bytes, sampling: Sampling, field: str) -> Video:
+def _decoded(data: bytes, sampling: Sampling, field: str, sound_rate: int | None) -> Video:
     limits = {
         "seconds": DECODE_SECONDS, "memory": DECODE_MEMORY, "frames": MAX_SOURCE_FRAMES,
-        "pixels": MAX_PIXELS,
+        "pixels": MAX_PIXELS, "sound_rate": sound_rate or 0,
+        "samples": MAX_SECONDS * (sound_rate or 0),
     }  # fmt: skip
     child = Path(__file__).with_name("video_process.py")
     process = subprocess.Popen(
@@ -154,7 +159,12 @@ def _exchange(
         pixels = process.stdout.read(int(np.prod(shape)))
         if len(pixels) == np.prod(shape):
             frames = np.frombuffer(pixels, dtype=np.uint8).reshape(shape)
-            return Video(frames, tuple(indices), head.fps, head.total)
+            head_of_sound = process.stdout.read(8)
+            count = int.from_bytes(head_of_sound, "big")
+            samples = process.stdout.read(4 * count)
+            if len(head_of_sound) == 8 and len(samples) == 4 * count:
+                sound = np.frombuffer(samples, dtype="<f4") if count else None
+                return Video(frames, tuple(indices), head.fps, head.total, sound)
         process.wait()
         return None
     process.wait()

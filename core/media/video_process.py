@@ -2,7 +2,8 @@
 of the package.
 
 Standard input: eight bytes of length, the video, then a line with the numbers of frames in JSON.
-Standard output: a line in JSON that says what the video has, then those frames, 24 bits a pixel.
+Standard output: a line in JSON that says what the video has, then those frames, 24 bits a pixel,
+then eight bytes with the number of samples of its sound, and these as 32-bit floats.
 What is wrong is the last line of standard error.
 """
 
@@ -53,6 +54,9 @@ def main(limits: dict[str, int]) -> None:
     if last is None or len(wanted) - sent > 1 + len(wanted) // 50:
         raise Refused(f"it ends after {sent} of the {len(wanted)} frames that were chosen")
     sink.write(last * (len(wanted) - sent))
+    sound = reader.sound(limits["sound_rate"], limits["samples"])
+    sink.write((len(sound) // 4).to_bytes(8, "big"))
+    sink.write(sound)
     sink.flush()
 
 
@@ -95,6 +99,9 @@ class _Animation:
         for number in range(self.total):
             self._image.seek(number)
             yield lambda: self._image.convert("RGB").tobytes()
+
+    def sound(self, rate: int, most: int) -> bytes:
+        return b""
 
 
 class _Film:
@@ -142,6 +149,26 @@ class _Film:
         size = {"width": self.width, "height": self.height, "format": "rgb24"}
         for frame in self._container.decode(self._stream):
             yield lambda frame=frame: frame.to_ndarray(**size).tobytes()
+
+    def sound(self, rate: int, most: int) -> bytes:
+        """Return the samples of one channel at this rate, at most so many; 0: none are wanted."""
+        if not rate or not self._container.streams.audio:
+            return b""
+        import av
+
+        self._container.seek(0)
+        resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
+        pieces: list[bytes] = []
+        samples = 0
+        for frame in self._container.decode(self._container.streams.audio[0]):
+            for piece in resampler.resample(frame):
+                pieces.append(bytes(piece.planes[0])[: 4 * piece.samples])
+                samples += piece.samples
+            if samples > most:
+                raise Refused(f"its sound has more than {most // rate} seconds")
+        for piece in resampler.resample(None):
+            pieces.append(bytes(piece.planes[0])[: 4 * piece.samples])
+        return b"".join(pieces)
 
 
 if __name__ == "__main__":

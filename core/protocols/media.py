@@ -61,6 +61,8 @@ class Video(NamedTuple):
     """Of the video."""
     total: int
     """Frames that the video has."""
+    sound: np.ndarray | None = None
+    """[n] float32: samples at the rate that its processor has named; None: it has none."""
 
     @property
     def sampled_fps(self) -> float:
@@ -142,7 +144,8 @@ class ImageProcessor(MediaProcessor, Protocol):
 
 
 class VideoProcessor(MediaProcessor, Protocol):
-    """Processes videos."""
+    """Processes videos. One may have `sound_rate`, the samples per second of the sound that it
+    takes (None: it takes none), and `lowered`, as an `ImageProcessor`."""
 
     sampling: Sampling
 

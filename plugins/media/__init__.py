@@ -49,6 +49,7 @@ MODELS = {
     "Ovis2ForConditionalGeneration": "ovis2:Ovis2",
     "PaddleOCRVLForConditionalGeneration": "qwen_vl:PaddleOcr",
     "PaliGemmaForConditionalGeneration": "paligemma:PaliGemma",
+    "Phi3VForCausalLM": "phi3_vision:Phi3Vision",
     **dict.fromkeys(
         ("Phi4MMForCausalLM", "Phi4MultimodalForCausalLM"), "phi4_multimodal:Phi4Multimodal"
     ),

@@ -75,7 +75,8 @@ class DeepseekOcrParts(nn.Module):
 
         vision, width = config.vision_config, config.text_config.hidden_size
         self.vision_tower = UnlimitedOcrVisionModel(vision)
-        for layer in self.vision_tower.vision_encoder.encoder.layers:
+        layers: Any = self.vision_tower.vision_encoder.encoder.layers
+        for layer in layers:
             layer.self_attn = FusedAttention(layer.self_attn, layer.self_attn.out_proj)
         vision_width = vision.sam_config.downsample_channels[-1] + vision.encoder_config.hidden_size
         self.multi_modal_projector = nn.Linear(vision_width, width)

@@ -67,7 +67,8 @@ class InternVLChatParts(nn.Module):
 
         vision, width = config.vision_config, config.text_config.hidden_size
         self.vision_model = InternVLVisionModel(vision)
-        for layer in self.vision_model.encoder.layer:
+        layers: Any = self.vision_model.encoder.layer
+        for layer in layers:
             layer.attention = FusedAttention(layer.attention, layer.attention.projection_layer)
         self._factor = round(1 / config.downsample_ratio)
         wide = vision.hidden_size * self._factor**2

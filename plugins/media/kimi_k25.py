@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ class KimiAttention(PackedAttention):
 
 
 class KimiK25Encoder(TransformersEncoder):
-    original_names = (
+    original_names: ClassVar[Sequence[tuple[str, str]]] = (
         (r"^vision_tower\.encoder\.", "vision_tower."), (r"\.blocks\.", ".layers."),
         (r"\.norm1\.", ".norm2."), (r"\.norm0\.", ".norm1."),
         (r"\.fc1\.", ".fc2."), (r"\.fc0\.", ".fc1."),

@@ -176,9 +176,9 @@ class MiniCPMVEncoder(TransformersEncoder):
             alike.setdefault(tuple(pixels.shape[2:]), []).append(index)
         rows: dict[int, torch.Tensor] = {}
         for indices in alike.values():
-            pixels = [parts[index][1] for index in indices]
-            encoded = self.hf(torch.cat(pixels))
-            rows |= zip(indices, torch.split(encoded, list(map(len, pixels))), strict=True)
+            own_parts = [parts[index][1] for index in indices]
+            encoded = torch.split(self.hf(torch.cat(own_parts)), list(map(len, own_parts)))
+            rows |= zip(indices, encoded, strict=True)
         own: list[list[torch.Tensor]] = [[] for _ in items]
         for index, (number, _) in enumerate(parts):
             own[number].append(rows[index].flatten(0, 1))

@@ -100,7 +100,9 @@ class Phi4MultimodalFeatures(FeatureExtractor):
         return {FEATURES: self.extracted(samples)[FEATURES]}
 
     def count(self, tensors: Mapping[str, np.ndarray]) -> int:
-        return math.ceil(tensors[FEATURES].shape[1] / self.config.audio_config.time_reduction)
+        frames_per_row: int = self.config.audio_config.time_reduction
+        frames: int = tensors[FEATURES].shape[1]
+        return -(-frames // frames_per_row)
 
     def arranged(self, token_ids: Sequence[int]) -> list[int]:
         """Raises ValueError for pictures beside recordings, which would project these otherwise."""

@@ -36,7 +36,7 @@ class PillowImages:
         if unknown := sorted(given.keys() - defaults.keys()):
             name = type(self).__name__
             raise ConfigError(f"{OPTION}: {name} has no option {', '.join(unknown)}", param=OPTION)
-        stated = self.stated(setup) | given
+        stated = {**self.stated(setup), **given}
         self.options: dict[str, Any] = {}
         for name, default in defaults.items():
             value = stated.get(name)

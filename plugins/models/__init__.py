@@ -236,6 +236,7 @@ CONFIGS = {
     "mimo_v2": "mimo_v2_config:MiMoV2Config",
     "minicpm": "MiniCPMConfig",
     **dict.fromkeys(("minicpmo", "minicpmv"), "whole_configs:MiniCPMVConfig"),
+    "phi3_v": "whole_configs:Phi3VConfig",
     "phi4mm": "whole_configs:Phi4MMConfig",
     **dict.fromkeys(("RefinedWeb", "RefinedWebModel"), "RefinedWebConfig"),
     **dict.fromkeys(("minimax_m1", "minimax_text_01"), "MiniMaxText01Config"),

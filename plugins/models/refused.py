@@ -58,7 +58,6 @@ REFUSED = {
     ),
     "it reads pictures by code that only its checkpoint has": (
         "DeepseekVLV2ForCausalLM",
-        "Phi3VForCausalLM",
     ),
     "it reads recordings by code that only its checkpoint has, and its text part is another's": (
         "UltravoxModel",
@@ -105,7 +104,7 @@ ELSEWHERE = (
     "DeepseekVLV2ForCausalLM",
     "Ernie4_5_VLMoeForConditionalGeneration", "MllamaForConditionalGeneration",
     "Fairseq2LlamaForCausalLM", "InklingForConditionalGeneration",
-    "PanguProMoEV2ForCausalLM", "Phi3VForCausalLM",
+    "PanguProMoEV2ForCausalLM",
     "StableLMEpochForCausalLM", "UltravoxModel",
 )  # fmt: skip
 """Those that other engines serve, and that `transformers` does not list as generative."""

@@ -45,6 +45,7 @@ TEXT_PARTS = {
         "DeepseekV3ForCausalLM",
     ),
     "ColQwen2ForRetrieval": "ColQwen2TextModel",
+    "Phi3VForCausalLM": "Phi3ForCausalLM",
     "Phi4MMForCausalLM": "Phi4MMTextForCausalLM",
     "Phi4MultimodalForCausalLM": "Phi3ForCausalLM",
     "Qwen3VLForSequenceClassification": "Qwen3ForSequenceClassification",

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from transformers import (
+    CLIPVisionConfig,
     DeepseekV3Config,
     Idefics2VisionConfig,
     InternVLVisionConfig,
     Kimi_K25Config,
     LlamaConfig,
+    Phi3Config,
     Phi4MultimodalConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -22,6 +24,8 @@ from ...core.errors import ConfigError
 from ...core.protocols.field_kinds import COUNT, INTEGER, OBJECT, POSITIVE, FieldKind
 from .configs import wrong
 
+Whole: Any = PreTrainedConfig
+"""Of a type that `transformers` does not have: any fields."""
 HEAD_DIM = 128
 """Of MiniCPM-V's resampler."""
 
@@ -51,7 +55,7 @@ class MiniCPMVConfig:
         vision = {k: v for k, v in config_dict["vision_config"].items() if k != "model_type"}
         if config_dict.get("drop_vision_last_layer"):
             vision["num_hidden_layers"] -= 1
-        return PreTrainedConfig(
+        return Whole(
             architectures=config_dict["architectures"],
             text_config=cls.text_configs[str(version)](**text),
             vision_config=Idefics2VisionConfig(**vision),
@@ -93,7 +97,7 @@ class InternVLChatConfig:
             if own["select_layer"] < -1:  # Of the layers behind it nothing is used.
                 fields["num_hidden_layers"] += own["select_layer"] + 1
             vision = InternVLVisionConfig(**fields)
-        return PreTrainedConfig(**own, vision_config=vision)
+        return Whole(**own, vision_config=vision)
 
 
 class KimiVLConfig:
@@ -149,7 +153,7 @@ class DeepseekVlV2Config:
             raise wrong("language_config.use_mla", True, "false for this model")
         sizes = config_dict["vision_config"]["width"]
         sam, clip = sizes["sam_vit_b"], sizes["clip-l-14-224"]
-        vision = {
+        vision: dict[str, Any] = {
             "sam_config": {
                 "hidden_size": sam["width"], "num_hidden_layers": sam["layers"],
                 "num_attention_heads": sam["heads"], "mlp_dim": 4 * sam["width"],
@@ -163,7 +167,7 @@ class DeepseekVlV2Config:
             },
         }  # fmt: skip
         dropped = {"architectures", "auto_map", "model_type"}
-        return PreTrainedConfig(
+        return Whole(
             architectures=config_dict["architectures"],
             text_config=DeepseekOcr2TextConfig(
                 **{name: value for name, value in text.items() if name not in dropped}
@@ -171,6 +175,40 @@ class DeepseekVlV2Config:
             vision_config=UnlimitedOcrVisionConfig(**vision),
             tie_word_embeddings=bool(config_dict.get("tie_word_embeddings")),
         )
+
+
+class Phi3VConfig:
+    """Phi-3-vision and Phi-3.5-vision, whose text part's fields stand among those of the whole. The
+    tower is not described, and always the same, but that `vision_config` may say otherwise."""
+
+    config_fields: ClassVar[Mapping[str, FieldKind]] = {
+        "img_processor": OBJECT.required(), "vision_config": OBJECT,
+    }  # fmt: skip
+    tower: ClassVar[Mapping[str, Any]] = {
+        "hidden_act": "quick_gelu", "hidden_size": 1024, "image_size": 336,
+        "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24,
+        "patch_size": 14,
+    }  # fmt: skip
+    """CLIP's large one."""
+    of_parts = ("embd_layer", "img_processor", "vision_config")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        dropped = {*cls.of_parts, "auto_map", "model_type"}
+        text = {name: value for name, value in config_dict.items() if name not in dropped}
+        if (scaling := text.pop("rope_scaling", None)) is not None:
+            text["rope_parameters"] = {
+                "rope_type": "longrope", "rope_theta": text.get("rope_theta", 10000.0),
+                "original_max_position_embeddings": text["original_max_position_embeddings"],
+                **{name: scaling[name] for name in ("long_factor", "short_factor")},
+            }  # fmt: skip
+        vision = {**cls.tower, **(config_dict.get("vision_config") or {})}
+        vision["num_hidden_layers"] += config_dict["img_processor"].get("layer_idx", -2) + 1
+        return Whole(
+            architectures=config_dict["architectures"], text_config=Phi3Config(**text),
+            vision_config=CLIPVisionConfig(**vision),
+            tie_word_embeddings=bool(config_dict.get("tie_word_embeddings")),
+        )  # fmt: skip
 
 
 class Phi4MMConfig:

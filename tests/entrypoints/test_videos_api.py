@@ -107,6 +107,15 @@ def test_what_is_not_taken_is_refused_by_name(client: httpx.Client) -> None:
     assert "--allowed-media-domains" in answer.json()["error"]["message"]
 
 
+def test_sound_that_the_model_does_not_hear_is_refused_by_name(client: httpx.Client) -> None:
+    heard = {"use_audio_in_video": True}
+    answer = chat(client, [part(animated(2)), ASKED], mm_processor_kwargs=heard)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "mm_processor_kwargs"
+    assert "use_audio_in_video: is no option of this model's videos" in answer.text
+    assert chat(client, "No video.", mm_processor_kwargs=heard).status_code == 200
+
+
 def decode(data: Any) -> video.Video:
     return video.decode_video(data, Sampling(fps=None), "field")
 

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,6 +22,8 @@ from test_videos import pairs
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.errors import InvalidRequest
+from jackfield.core.media import video
 from jackfield.plugins.media.omni import OmniVideo, Qwen3OmniVideo
 
 SPECIALS = (
@@ -211,6 +217,117 @@ async def test_videos_beside_pictures(made: Made, monkeypatch: pytest.MonkeyPatc
     assert output.error is None
     assert len(output.prompt_token_ids) == inputs["input_ids"].shape[1]
     assert list(output.outputs[0].token_ids) == out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def movie(frames: np.ndarray, samples: np.ndarray | None) -> bytes:
+    """Return a video of one frame per second, and its sound, as they are."""
+    av = pytest.importorskip("av")
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as container:
+        stream: Any = container.add_stream("ffv1", rate=1)
+        stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "bgr0"
+        if samples is not None:
+            track: Any = container.add_stream("pcm_f32le", rate=RATE, layout="mono")
+            own = av.AudioFrame.from_ndarray(samples[None], format="flt", layout="mono")
+            own.sample_rate = RATE
+            container.mux([*track.encode(own), *track.encode()])
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def written(made: Made, grid: Any, rows: int) -> str:
+    """Return what a video and its sound are in a prompt, by the processor of `transformers`."""
+    kind = getattr(transformers, f"{made.omni.kind}Processor")
+    own = SimpleNamespace(
+        audio_bos_token="<|audio_start|>", audio_eos_token="<|audio_end|>",
+        audio_token="<|audio_pad|>", video_token="<|video_pad|>",
+        video_processor=SimpleNamespace(merge_size=2),
+        get_chunked_index=functools.partial(kind.get_chunked_index, None),
+    )  # fmt: skip
+    seen = {"video_grid_thw": np.asarray([grid]), "video_second_per_grid": [2.0]}
+    text: str = kind.replace_video_with_audio_token(
+        own, seen, 0, {"num_audio_tokens": [rows]}, 0,
+        position_id_per_seconds=25, seconds_per_chunk=2.0,
+    )  # fmt: skip
+    return text
+
+
+async def test_the_sound_of_a_video(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer and shorter than the frames, beside a picture; only where it is asked for."""
+    monkeypatch.setattr(OmniVideo, "least_pixels", 1024)
+    monkeypatch.setattr(Qwen3OmniVideo, "least_pixels", 1024)
+    side = 2 * made.model.config.vision_config.patch_size
+    images: Any = AutoImageProcessor.from_pretrained(made.folder, backend="pil")
+    pixels = images(images=[picture(9)], return_tensors="pt")
+    count = int(pixels["image_grid_thw"].prod()) // 4
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(made.folder)
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(made.folder)
+    rows_of = means_of_two if made.omni.kind == "Qwen2_5Omni" else in_seconds
+    prompt = f"Watch <|vision_start|><|video_pad|><|vision_end|>, {SEEN}!"
+    params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+    config = msgspec.structs.replace(config_of(made), media_io_kwargs={"video": {"num_frames": -1}})
+    async with AsyncEngine(config) as engine:
+
+        async def said(data: Any, **options: Any) -> tuple[int, list[int]]:
+            asked: Any = {
+                "prompt": prompt, "multi_modal_data": {"video": data, "image": picture(9)},
+                **options,
+            }  # fmt: skip
+            output = [each async for each in engine.generate(asked, params)][-1]
+            assert output.error is None
+            return len(output.prompt_token_ids), list(output.outputs[0].token_ids)
+
+        for number, seconds in ((6, 2.4), (2, 3.0)):
+            frames = np.stack([np.asarray(picture(n, 2 * side, side)) for n in range(number)])
+            samples = sound(7, seconds).astype(np.float32)
+            features = extractor(
+                samples, sampling_rate=RATE, return_tensors="pt", padding="max_length",
+                return_attention_mask=True,
+            )  # fmt: skip
+            mask = features["attention_mask"]
+            patches, grid = pairs(images, frames)
+            text = prompt.replace("<|video_pad|>", written(made, grid, rows_of(int(mask.sum()))))
+            inputs = tokenizer(
+                text.replace("<|image_pad|>", "<|image_pad|>" * count), return_tensors="pt",
+                add_special_tokens=False,
+            )  # fmt: skip
+            with torch.no_grad():
+                out = made.model.generate(
+                    **inputs, pixel_values=pixels["pixel_values"], pixel_values_videos=patches,
+                    image_grid_thw=pixels["image_grid_thw"], video_grid_thw=torch.tensor([grid]),
+                    video_second_per_grid=torch.tensor([2.0]), use_audio_in_video=True,
+                    input_features=features["input_features"], feature_attention_mask=mask,
+                    max_new_tokens=10, do_sample=False,
+                )  # fmt: skip
+            size = inputs["input_ids"].shape[1]
+            heard = {"mm_processor_kwargs": {"use_audio_in_video": True}}
+            data = movie(frames, samples)
+            assert await said(data, **heard) == (size, out[0, size:].tolist())
+            silent = await said(movie(frames, None))
+            assert silent[0] < size
+            assert await said(data) == silent == await said(movie(frames, None), **heard)
+        with pytest.raises(InvalidRequest, match="use_audio_in_video: must be true or false"):
+            await said(data, mm_processor_kwargs={"use_audio_in_video": 1})
+        monkeypatch.setattr(video, "MAX_SECONDS", 2)
+        with pytest.raises(InvalidRequest, match="its sound has more than 2 seconds"):
+            await said(movie(frames, sound(8, 2.5).astype(np.float32)), **heard)
+
+
+async def test_a_picture_and_a_recording_are_encoded_with_one_plan(
+    made: Made, caplog: pytest.LogCaptureFixture
+) -> None:
+    pieces, seeds, lengths = PROMPTS["a picture, then a recording"]
+    media = {"audio": [(sound(7, lengths[0]), RATE)], "image": [picture(seeds[0])]}
+    prompt: Any = {"prompt": "".join(pieces), "multi_modal_data": media}
+    params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+    config = msgspec.structs.replace(config_of(made), max_num_batched_tokens=200)
+    with caplog.at_level("INFO", "jackfield.worker"):
+        async with AsyncEngine(config) as engine:
+            output = [each async for each in engine.generate(prompt, params)][-1]
+    assert list(output.outputs[0].token_ids) == expected(made, "a picture, then a recording")[1]
+    assert "one by one" not in caplog.text
 
 
 async def test_pictures_and_recordings_in_one_prompt(made: Made) -> None:

@@ -28,6 +28,10 @@ COUNTS: dict[str, dict[tuple[int, int], int]] = {
     "KimiVLForConditionalGeneration": {
         (224, 224): 8 * 8, (640, 480): 23 * 18, (1280, 720): 43 * 25, (400, 3000): 12 * 89,
     },
+    "Phi3VForCausalLM": {
+        (224, 224): 17 * 144 + 1 + 5 * 12, (640, 480): 13 * 144 + 1 + 4 * 12,
+        (400, 3000): 17 * 144 + 1 + 9 * 12,
+    },
     "MiniCPMV": {
         (224, 224): 66, (640, 480): 3 * 66, (1280, 720): 7 * 66 + 1, (1920, 1080): 9 * 66 + 1,
         (400, 3000): 8 * 66 + 6,
@@ -35,6 +39,7 @@ COUNTS: dict[str, dict[tuple[int, int], int]] = {
 }  # fmt: skip
 """Tokens by a picture's width and height, by default options."""
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "Phi3VForCausalLM": {"pixel_values": (12, 3, 336, 336)},
     "KimiVLForConditionalGeneration": {"pixel_values": (46 * 36, 3, 14, 14)},
     "InternVLChatModel": {"pixel_values": (13, 3, 448, 448)},
     "DeepseekOCRForCausalLM": {"pixel_values": (1, 3, 1024, 1024)},
@@ -42,6 +47,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 }
 """Of the tensors of a picture of 640 x 480."""
 CHANGES: dict[str, dict[str, Any]] = {
+    "Phi3VForCausalLM": {"vision_config": {"image_size": 336, "patch_size": 14}},
     "InternVLChatModel": {
         "max_dynamic_patch": 12, "vision_config": {**TOWER, "image_size": 448, "patch_size": 14},
     },

@@ -20,6 +20,7 @@ CASES = {
     "KimiVLForConditionalGeneration": "DeepseekV3ForCausalLM",
     "MiniCPMO": "Qwen2ForCausalLM",
     "MiniCPMV": "Qwen3ForCausalLM",
+    "Phi3VForCausalLM": "Phi3ForCausalLM",
     "Phi4MMForCausalLM": "Phi4MMTextForCausalLM",
 }
 """Architecture → that of its text part."""
