@@ -40,19 +40,11 @@ def writer_class(model_type: str) -> Any:
 
 
 class DerivedProcessor(ImageProcessor):
-    def __init__(self, setup: MediaSetup) -> None:
-        if setup.tokenize is None:
-            raise ConfigError(
-                "skip_tokenizer_init: what stands for a picture of this model is text",
-                param="skip_tokenizer_init",
-            )
-        self._tokenize = setup.tokenize
-        super().__init__(setup)
-
     def find_placeholder(self, setup: MediaSetup) -> int:
         import transformers
         from PIL import Image
 
+        self._tokenize = self.tokenizer()
         create: Any = transformers.AutoTokenizer.from_pretrained  # Untyped.
         made = {"image_processor": self.images, "tokenizer": create(setup.folder)}
         kind = writer_class(setup.config.model_type)
