@@ -42,6 +42,12 @@ class Kernels(TritonOperations):
     def precompile(self, device):
         return Precompiler(torch.device("cpu"))
 
+    def write_tokens(self, chosen, runs, ring, last):
+        """Write which run this is, too, as the worker looks at it."""
+        super().write_tokens(chosen, runs, ring, last)
+        runs += 1
+        ring[int(runs) % len(ring), 0] = runs[0]
+
 
 class Executor(InProcessExecutor):
     def __init__(self, *arguments):
