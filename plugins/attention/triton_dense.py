@@ -152,7 +152,8 @@ def prefers_dense(query_lens: np.ndarray, seq_lens: np.ndarray, plans: DensePlan
     if len(query_lens) > DENSE_ROWS:
         return False
     long = query_lens[(query_lens >= DENSE_TOKENS) & (seq_lens == query_lens)]
-    return sum(n for n in long.tolist() if plans.length(n)) >= DENSE_STEP
+    tokens: int = sum(n for n in long.tolist() if plans.length(n))
+    return tokens >= DENSE_STEP
 
 
 def causal_attention(
@@ -162,11 +163,14 @@ def causal_attention(
 
     query: [tokens, num_heads, head_dim]; key, value: [tokens, num_kv_heads, head_dim] → as query
     """
-    padded = [_padded(part, length)[None].transpose(1, 2) for part in (query, key, value)]
+    queries, keys, values = (
+        _padded(part, length)[None].transpose(1, 2) for part in (query, key, value)
+    )
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         out: torch.Tensor = F.scaled_dot_product_attention(
-            *padded, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
+            queries, keys, values, is_causal=True, scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
     return out.transpose(1, 2)[0, : query.shape[0]].contiguous()
 
 
