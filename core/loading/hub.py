@@ -14,9 +14,12 @@ from pathlib import Path
 
 from ..errors import LoadError
 
-CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
+CHECKPOINT_FILES = (
+    "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model", "*.txt",
+)  # fmt: skip
 TOKENIZER_FILES = (
-    "*.json", "tokenizer.model", "*.tiktoken", "vocab*", "merges.txt", "chat_template*",
+    "*.json", "tokenizer.model", "tiktoken.model", "*.tiktoken", "vocab*", "merges.txt",
+    "chat_template*",
 )  # fmt: skip
 SHA256 = re.compile("[0-9a-f]{64}")
 """Digest of a large file's content."""

@@ -40,7 +40,7 @@ class CheckpointFormatKit(Kit):
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
-        """A checkpoint without config.json and tokenizer.json."""
+        """A checkpoint without tokenizer.json; without config.json if the format has another."""
         self.write(tmp_path)
         return tmp_path
 
@@ -57,7 +57,8 @@ class CheckpointFormatKit(Kit):
     def test_auto_knows_the_files(self, folder: Path) -> None:
         """The usual files come first where they are."""
         formats = self.plugins()[self.kind]
-        assert config_format(formats, "auto", folder) == self.name
+        if self.registered().config_file != "config.json":
+            assert config_format(formats, "auto", folder) == self.name
         assert tokenizer_format(formats, "auto", folder) == self.name
         for file in ("config.json", "tokenizer.json"):
             (folder / file).write_text("{}")

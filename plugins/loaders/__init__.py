@@ -22,3 +22,4 @@ def register_weight_loaders(registry: Any) -> None:
 @hookimpl
 def register_checkpoint_formats(registry: Any) -> None:
     registry.add("mistral", "jackfield.plugins.loaders.mistral.format:MistralFormat")
+    registry.add("tiktoken", "jackfield.plugins.loaders.tiktoken_format:TiktokenFormat")

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, processors
 from tokenizers import Tokenizer as Backend
 
 from ....core.errors import LoadError, shown
-from ....core.text.token_bytes import ALPHABET
 from ....core.text.tokenizer_files import read_json
+from ..byte_pairs import byte_pairs, merges, spelled
 
 FILE = "tekken.json"
 VERSIONS = ("v3", "v7", "v11", "v13", "v15")
@@ -32,7 +32,6 @@ LATEST_IMPLIED = "v7"
 MOST_SPECIALS = 1 << 16
 """Published files have 1000."""
 ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-BYTES = {byte: char for char, byte in ALPHABET.items()}
 
 
 def read_tekken(folder: Path) -> dict[str, Any]:
@@ -115,19 +114,12 @@ def backend(content: Mapping[str, Any]) -> Backend:
         pattern = Regex(config["pattern"])
     except Exception as error:  # Also the pattern's, for which the library has no type.
         raise LoadError(f"tokenizer: {FILE}: {type(error).__name__}: {error}") from error
-    written = {"".join(BYTES[byte] for byte in token): rank for token, rank in ranks.items()}
+    written = spelled(ranks)
     vocabulary = {token: rank for rank, token in enumerate(specials)}
     vocabulary |= {token: rank + len(specials) for token, rank in written.items()}
     if len(vocabulary) < size:
         raise LoadError(f"tokenizer: {FILE}: vocab has the text of a special token as a token")
-    tokenizer = Backend(models.BPE(vocabulary, merges(written), ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(pattern, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_pairs(vocabulary, merges(written), pattern)
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in specials]
     )
@@ -138,20 +130,3 @@ def backend(content: Mapping[str, Any]) -> Backend:
         special_tokens=[(begin, specials.index(begin))],
     )
     return tokenizer
-
-
-def merges(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return the pairs that become a token, by rank.
-
-    tiktoken joins the neighbours that make the token of the lowest rank.
-    """
-    pairs: list[tuple[str, str]] = []
-    for token in ranks:
-        of_token = [
-            (token[:cut], token[cut:])
-            for cut in range(1, len(token))
-            if token[:cut] in ranks and token[cut:] in ranks
-        ]
-        of_token.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-        pairs += of_token
-    return pairs
