@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from ...core.nn.sdpa import sdpa
 
 
 class FusedAttention(nn.Module):
@@ -27,5 +28,5 @@ class FusedAttention(nn.Module):
             part.unflatten(-1, (self._num_heads, -1)).transpose(1, 2)
             for part in (query, key, value)
         )
-        out = F.scaled_dot_product_attention(*heads)
+        out = sdpa(*heads)
         return self.proj(out.transpose(1, 2).flatten(2)), None

@@ -233,9 +233,9 @@ OF_TOOLS = {
     "sbert_ce_default_activation_function", "sentence_transformers", "use_pad_token",
 }  # fmt: skip
 """Of sentence-transformers, of vLLM's `hf_overrides`, and of generation: no family's."""
-OF_CORE = {"attention_chunk_size", "num_layers", "window_size"}
-"""Words that have a meaning of their own in core: in `AttentionSpec`, in `ModelConfig`, and in the
-balance of experts."""
+OF_CORE = {"attention_chunk_size", "language_config", "num_layers", "text_config", "window_size"}
+"""Words that have a meaning of their own in core: in `AttentionSpec`, in `ModelConfig`, in the
+balance of experts, and where the text part of a multimodal configuration is."""
 FAMILY = re.compile("deepseek|gemma|glm|llama(?!3$)|mistral|nemotron|phi3|qwen", re.IGNORECASE)
 """Names of families, but for that of a kind of rope."""
 ASKED = re.compile(r'\bhf(?:_config)?\.([a-z]\w*)|getattr\(\s*(?:\w+\.)?hf(?:_config)?,\s*"(\w+)"')

@@ -7,6 +7,7 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -232,7 +233,8 @@ def test_experts_that_compute_nothing_neither_move_nor_get_tokens_of_other_ranks
     folder = checkpoint(latent_reference(case), case, tmp_path)
     moves = field == "enable_eplb"
     ranks = dataclasses.replace(
-        thread_ranks(2, expert_parallel=True)[0], all2all=None if moves else cast(Any, object())
+        thread_ranks(2, expert_parallel=True)[0],
+        all2all=None if moves else cast(Any, SimpleNamespace(size=2)),
     )
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": moves}
     with pytest.raises(ConfigError, match="experts that compute nothing") as caught:
