@@ -16,7 +16,7 @@ from jackfield.core.outputs import EngineStats
 from jackfield.core.protocols import Drafts, KnownTokens
 from jackfield.core.registry import Provenance, load_plugins
 
-from helpers import VOCAB
+from helpers import VOCAB, at_once
 
 LENGTH = 96
 Reference = Callable[[list[int], int], list[int] | None]
@@ -93,7 +93,7 @@ async def serve(
         return list(last.outputs[0].token_ids)
 
     async with AsyncEngine(config, plugins=plugins) as engine:
-        outputs = await asyncio.gather(*(run_one(engine, *each) for each in asked))
+        outputs = await at_once(engine, *(run_one(engine, *each) for each in asked))
         stats = engine.stats()
         await asyncio.sleep(0)
         engine.core.check_idle()  # type: ignore[attr-defined]

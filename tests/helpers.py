@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 import torch
 import transformers
+
+if TYPE_CHECKING:
+    from jackfield import AsyncEngine
+
+T = TypeVar("T")
 
 VOCAB = 199
 COMMON: dict[str, Any] = {
@@ -239,6 +245,27 @@ def greedy_reference(model: Any, prompt: list[int], count: int) -> tuple[list[in
         rows.append(logprobs.cpu())
         tokens.append(int(logprobs.argmax()))
     return tokens[len(prompt) :], torch.stack(rows)
+
+
+async def queued(engine: AsyncEngine, *requests: Coroutine[Any, Any, T]) -> list[asyncio.Task[T]]:
+    """Start requests that all wait before the first of them runs, however slowly each comes.
+
+    What they share then, as steps or too few blocks, does not depend on the machine's speed. One
+    call at a time, and no adapters: they are loaded between steps.
+    """
+    await engine.pause_generation("keep", clear_cache=False, lease=None)
+    states = engine.core.requests.states
+    wanted = len(states) + len(requests)
+    tasks = [asyncio.create_task(request) for request in requests]
+    while len(states) < wanted and not any(task.done() for task in tasks):
+        await asyncio.sleep(0.001)
+    await engine.resume_generation()
+    return tasks
+
+
+async def at_once(engine: AsyncEngine, *requests: Coroutine[Any, Any, T]) -> list[T]:
+    """Run requests that are `queued` together; return what they return."""
+    return list(await asyncio.gather(*await queued(engine, *requests)))
 
 
 interpreted = pytest.mark.skipif(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
-import functools
 import threading
 import time
 from collections.abc import Iterator
@@ -195,10 +195,15 @@ def test_health_answers_while_the_worker_is_silent(
 ) -> None:
     """At first how long it has been silent, then that it is at fault, until it replies."""
     monkeypatch.setattr(health_route, "ANSWER_SECONDS", 0.01)
-    check = functools.partialmethod(AsyncEngine.check_health, 1.0)
+    hold, held, overdue = threading.Event(), threading.Event(), asyncio.Event()
+    check_health = AsyncEngine.check_health
+
+    async def check(engine: AsyncEngine) -> dict[str, str]:
+        await overdue.wait()
+        return await check_health(engine, 300.0 if hold.is_set() else 0.2)
+
     monkeypatch.setattr(AsyncEngine, "check_health", check)
     with running(engine_config(checkpoint, device="cpu")) as server, httpx.Client() as client:
-        hold, held = threading.Event(), threading.Event()
 
         def hang() -> None:
             held.set()
@@ -211,11 +216,12 @@ def test_health_answers_while_the_worker_is_silent(
         first = client.get(url, timeout=300)
         elapsed = time.monotonic() - before
         assert first.status_code == 200 and 0 <= first.json()["silent_seconds"] <= round(elapsed, 1)
+        server.call(lambda _: overdue.set())
         while (late := client.get(url, timeout=300)).status_code == 200:
             assert "silent_seconds" in late.json()
         for _ in range(5):  # While the next check runs, too.
             assert client.get(url, timeout=300).status_code == 503
-        assert "has not answered for 1 seconds" in late.json()["error"]["message"]
+        assert "has not answered for 0.2 seconds" in late.json()["error"]["message"]
         hold.set()
         while client.get(url, timeout=300).status_code == 503:
             pass

@@ -464,7 +464,7 @@ def test_a_restarted_server_goes_on_with_its_batches(
         if way == "cut off":
             assert process.stdout is not None and process.stdout.readline() == "Draining\n"
             process.send_signal(signal.SIGTERM)
-        assert process.wait(40) == (-signal.SIGKILL if way == "killed" else 0)
+        assert process.wait(300) == (-signal.SIGKILL if way == "killed" else 0)
         (path,) = (tmp_path / "batches" / "results").glob("*.output")
         whole = path.read_bytes().rpartition(b"\n")[0].splitlines()
         assert before.request_counts.completed <= len(whole) < count

@@ -17,6 +17,8 @@ from jackfield.core.config import KVTransferConfig
 from jackfield.core.parts.kv_transfer import KVReport
 from jackfield.plugins.kv_connectors.cpu_offload import CpuOffloadConnector
 
+from helpers import at_once
+
 CONNECTOR_METHODS = (
     "num_external_tokens", "start_load", "start_save", "request_finished", "build_metadata",
     "update",
@@ -91,7 +93,7 @@ async def test_a_connector_that_raises_is_detached_and_requests_go_on_without_it
     connector = FailingConnector(method)
     async with connected(checkpoint, connector) as engine:
         for _ in range(2):  # What the first round has saved, the second loads.
-            actual = await asyncio.gather(*(tokens_of(engine, prompt) for prompt in prompts))
+            actual = await at_once(engine, *(tokens_of(engine, prompt) for prompt in prompts))
             assert actual == alone
             await settled(engine)
             assert await engine.reset_prefix_cache()
@@ -229,7 +231,7 @@ async def test_a_worker_half_that_raises_is_detached_and_requests_go_on_without_
     connector = HalfConnector(CHOSEN[selection])
     async with connected(checkpoint, connector) as engine:
         for _ in range(2):  # What the first round has saved, the second loads.
-            actual = await asyncio.gather(*(tokens_of(engine, prompt) for prompt in prompts))
+            actual = await at_once(engine, *(tokens_of(engine, prompt) for prompt in prompts))
             assert actual == alone
             await settled(engine)
             assert await engine.reset_prefix_cache()

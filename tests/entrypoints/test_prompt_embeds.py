@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import zipfile
@@ -21,6 +20,8 @@ from jackfield import AsyncEngine, SamplingParams
 from jackfield.core.errors import ConfigError, InvalidRequest
 from jackfield.core.media.prompt_embeds import embeds_items
 from jackfield.entrypoints.http.options import ServerOptions
+
+from helpers import at_once
 
 SIZE = 64
 """Of the model's states."""
@@ -64,7 +65,7 @@ async def generated(engine: AsyncEngine, prompts: list[Any]) -> list[Any]:
         outputs = [output async for output in engine.generate(prompt, PARAMS)]
         return outputs[-1]
 
-    return list(await asyncio.gather(*map(last, prompts)))
+    return await at_once(engine, *map(last, prompts))
 
 
 def by_transformers(model: Any, rows: torch.Tensor) -> tuple[list[int], list[float]]:
@@ -119,7 +120,7 @@ async def test_embeddings_survive_preemption(checkpoint: Path, model: Any) -> No
         return [o async for o in engine.generate({"prompt_embeds": one}, params)][-1]
 
     async with AsyncEngine(config(checkpoint, **options)) as engine:
-        outputs = await asyncio.gather(*(last(engine, one) for one in rows))
+        outputs = await at_once(engine, *(last(engine, one) for one in rows))
         assert sum(output.timings.num_preemptions for output in outputs) > 0
         alone = [(await last(engine, one)).outputs[0].token_ids for one in rows]
     assert [output.outputs[0].token_ids for output in outputs] == alone

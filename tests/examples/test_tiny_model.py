@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import json
 import sys
@@ -18,6 +17,8 @@ from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.loading.model_config import EMBEDDED_MODEL
 from jackfield.core.protocols.parsers import ToolCallArguments, ToolCallStart
 from jackfield.plugins.tools.hermes import HermesToolParser
+
+from helpers import at_once
 
 EXAMPLE = Path(jackfield.__file__).resolve().parent / "examples" / "tiny_model"
 KINDS = {"talk", "facts", "arithmetic", "json", "copy", "tools", "reasoning"}
@@ -171,5 +172,5 @@ async def test_it_says_the_same_from_a_cache_of_8_bits(made: Any) -> None:
                 return last.outputs[0].text
 
             kinds = sorted(KINDS)
-            answers.append(await asyncio.gather(*(answer(engine, kind) for kind in kinds)))
+            answers.append(await at_once(engine, *(answer(engine, kind) for kind in kinds)))
     assert answers[0] == answers[1]

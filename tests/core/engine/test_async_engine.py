@@ -18,7 +18,7 @@ from jackfield.core.errors import (
     InvalidRequest,
 )
 
-from helpers import VOCAB, make_checkpoint
+from helpers import VOCAB, at_once, make_checkpoint
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
@@ -137,8 +137,8 @@ async def test_seeded_request_survives_preemption_unchanged(checkpoint: Path) ->
         expected = [await final(engine.generate([9, 9 + i], params(i))) for i in range(5)]
     small = config(checkpoint, num_gpu_blocks_override=20, block_size=4, max_model_len=64)
     async with AsyncEngine(small) as engine:
-        crowded = await asyncio.gather(
-            *(final(engine.generate([9, 9 + i], params(i))) for i in range(5))
+        crowded = await at_once(
+            engine, *(final(engine.generate([9, 9 + i], params(i))) for i in range(5))
         )
         assert engine.stats().num_preemptions > 0
         assert engine.stats().kv_blocks_used == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import pytest
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError
 
-from helpers import VOCAB, make_checkpoint
+from helpers import VOCAB, at_once, make_checkpoint
 
-OUTPUT = 10
+OUTPUT = 24
 FAMILIES = ("llama", "qwen3-moe", "mistral-window", "gpt-oss")
 SHARED = [(3 + 7 * i) % (VOCAB - 3) + 3 for i in range(24)]
 """How some prompts begin."""
@@ -90,7 +89,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1
           "adaptive_width": False}  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "together": {},
-    "chunks, preempted": {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 16},
+    "chunks, preempted": {"num_gpu_blocks_override": 22, "max_num_batched_tokens": 16},
     "drafts": {"speculative_config": DRAFTS},
 }
 
@@ -107,7 +106,7 @@ async def test_batches_do_not_change_a_bit(name: str, checkpoints: Any) -> None:
             options = {**options, "num_gpu_blocks_override": 30}  # It has two groups of layers.
         async with engine_of(checkpoints(name), **options) as engine:
             assert engine.core.info.attention_backend == "torch_invariant"
-            answers = await asyncio.gather(*(answer(engine, *request) for request in asked))
+            answers = await at_once(engine, *(answer(engine, *request) for request in asked))
             again = [await answer(engine, *request) for request in asked[:2]]
             stats = engine.stats()
         for number, (got, want) in enumerate(zip(answers, expected, strict=True)):
@@ -131,7 +130,7 @@ async def test_kernels_do_not_change_a_bit(checkpoints: Any, device: str) -> Non
         async with engine_of(
             checkpoints(name), max_num_batched_tokens=16, speculative_config=DRAFTS, **kernels
         ) as engine:
-            answers = await asyncio.gather(*(answer(engine, *request) for request in asked))
+            answers = await at_once(engine, *(answer(engine, *request) for request in asked))
         assert answers == expected, name
 
 

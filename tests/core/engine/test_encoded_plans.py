@@ -18,6 +18,8 @@ from jackfield.core.sampling_params import OutputKind, StructuredOutputsParams
 from jackfield.core.step import NOTHING_IN_PROCESS, InProcess, SlotStart, StepPlan, StepResult
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
+from helpers import at_once
+
 PLANS = msgspec.msgpack.Decoder(StepPlan)
 RESULTS = msgspec.msgpack.Decoder(StepResult)
 TEXT = [60 + (i * i) % 190 for i in range(24)]
@@ -118,7 +120,7 @@ async def served(executor: str, **options: Any) -> list[Any]:
         rounds = []
         for _ in range(2):
             rounds.append(
-                await asyncio.gather(*(ask(engine, number) for number in range(len(MIXED))))
+                await at_once(engine, *(ask(engine, number) for number in range(len(MIXED))))
             )
         assert engine.stats().num_preemptions > 0
         return rounds

@@ -14,7 +14,7 @@ from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.scheduling.pacing.step_sizes import StepSize, StepSizes
 
-from helpers import make_checkpoint
+from helpers import at_once, make_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ async def test_prompts_in_pieces_or_whole(checkpoint: Path, chunked: bool) -> No
         return list(last.outputs[0].token_ids)
 
     async with AsyncEngine(engine_config, plugins=plugins) as engine:
-        together = await asyncio.gather(*(run_one(engine, n) for n in (3, 4, 5)))
+        together = await at_once(engine, *(run_one(engine, n) for n in (3, 4, 5)))
         alone = [await run_one(engine, n) for n in (3, 4, 5)]
     assert together == alone
     prompts = [size for step in seen.rows for size in step if size > 1]
@@ -128,7 +128,7 @@ async def test_decode_rows_that_waited_for_prompts_choose_the_same_tokens(
             StepSizes, "next_size", lambda *_: StepSize(25, prompts_alone=True, longest_whole=0)
         )
         assert await engine.reset_prefix_cache()
-        together = await asyncio.gather(*(run_one(engine, n) for n in (3, 4, 5, 6)))
+        together = await at_once(engine, *(run_one(engine, n) for n in (3, 4, 5, 6)))
     assert together == alone
     assert not any(step[0] == 1 and max(step) > 1 for step in seen.rows), "decode rows are first"
     # Some are computed while the first decodes.

@@ -14,7 +14,7 @@ import torch
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.cache.groups import sequence_blocks
 
-from helpers import CONFIGS, VOCAB, greedy_reference, make_checkpoint, reference_model
+from helpers import CONFIGS, VOCAB, at_once, greedy_reference, make_checkpoint, reference_model
 
 OUTPUT = 12
 
@@ -107,7 +107,7 @@ async def test_greedy_tokens_and_logprobs_equal_transformers(
             config, num_gpu_blocks_override=await fewest_blocks(config)
         )
     async with AsyncEngine(config) as engine:
-        results = await asyncio.gather(*(run(engine, p, logprobs=3) for p in prompts()))
+        results = await at_once(engine, *(run(engine, p, logprobs=3) for p in prompts()))
         for output, (tokens, logprobs) in zip(results, expected, strict=True):
             check(output, tokens, logprobs, 1e-3)
         stats = engine.stats()
@@ -207,7 +207,7 @@ async def test_bfloat16_on_a_gpu_stays_near_float32_transformers(
         num_gpu_blocks_override=40,
     )
     async with AsyncEngine(config) as engine:
-        outputs = await asyncio.gather(*(run(engine, p, logprobs=3) for p in prompts()))
+        outputs = await at_once(engine, *(run(engine, p, logprobs=3) for p in prompts()))
     scored = [score_on_gpu(model, p, o) for p, o in zip(prompts(), outputs, strict=True)]
     model.to(torch.bfloat16)
     halves = [score_on_gpu(model, p, o) for p, o in zip(prompts(), outputs, strict=True)]

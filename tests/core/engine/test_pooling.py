@@ -43,7 +43,7 @@ from jackfield.core.outputs import PoolingRequestOutput
 from jackfield.core.pooling_params import PoolingParams
 from jackfield.core.registry import load_plugins
 
-from helpers import edit_json
+from helpers import at_once, edit_json
 
 LENGTHS = (1, 2, 3, 17, 40, 41, 5, 64, 1, 90)
 DECODERS = (
@@ -414,8 +414,8 @@ async def test_a_mean_over_chunks_survives_preemption(mode: str, tmp_path: Path)
     }
     async with AsyncEngine(decoding(folder, **options)) as engine:
         for _ in range(2):
-            outputs = await encode_all(engine, inputs)
-            for output, expected in zip(outputs, states, strict=True):
+            outputs = await at_once(engine, *(encode_all(engine, [each]) for each in inputs))
+            for [output], expected in zip(outputs, states, strict=True):
                 close(output.outputs.data, expected.mean(0) if mode == "MEAN" else expected[0])
                 assert output.num_cached_tokens == 0
         assert engine.stats().num_preemptions > 0
@@ -586,7 +586,8 @@ async def test_abort_and_cancelled_callers_leave_nothing(tmp_path: Path) -> None
             for i in range(12)
         ]
         beside = asyncio.create_task(encode_all(engine, [short]))
-        await asyncio.sleep(0.02)
+        while not engine.stats().steps:
+            await asyncio.sleep(0)
         assert await engine.abort("r0") and not await engine.abort("nobody")
         for task in tasks[1:]:
             task.cancel()

@@ -151,7 +151,7 @@ def test_any_traffic_under_colliding_names_ends_and_leaves_nothing_in_use(
     )
     @given(actions)
     def traffic(moves: list[tuple[str, str, int, int]]) -> None:
-        runner.run(asyncio.wait_for(play(moves), 60))
+        runner.run(asyncio.wait_for(play(moves), 300))
 
     try:
         traffic()

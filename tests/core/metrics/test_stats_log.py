@@ -7,7 +7,6 @@ import logging
 
 import pytest
 
-from jackfield.core.metrics import stats_log
 from jackfield.core.metrics.stats_log import DraftLog, StatsLog, logging_stats
 from jackfield.core.outputs import EngineStats
 
@@ -64,9 +63,8 @@ def test_a_line_of_drafts_has_vllms_words() -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 async def test_lines_come_at_intervals_unless_they_are_turned_off(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, enabled: bool
+    caplog: pytest.LogCaptureFixture, enabled: bool
 ) -> None:
-    monkeypatch.setattr(stats_log, "LOG_SECONDS", 0.001)
     caplog.set_level(logging.INFO if enabled else logging.ERROR, "jackfield.stats")
     reads, enough = 0, asyncio.Event()
 
@@ -79,7 +77,7 @@ async def test_lines_come_at_intervals_unless_they_are_turned_off(
             num_requests_running=1, spec_decode_num_drafts=reads, spec_decode_num_draft_tokens=reads
         )
 
-    async with logging_stats(read):
+    async with logging_stats(read, 0.001):
         if enabled:
             await enough.wait()
         else:

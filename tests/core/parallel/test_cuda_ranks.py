@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import operator
 import socket
@@ -17,7 +16,7 @@ import torch
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.step import PrepareAhead
 
-from helpers import make_checkpoint
+from helpers import at_once, make_checkpoint
 
 PROGRAM = Path(__file__).resolve().parent / "programs" / "cuda_rank.py"
 SECONDS = 240.0
@@ -79,7 +78,7 @@ async def tokens(folder: Path, size: int, **options: Any) -> list[list[int]]:
         for _ in range(40):
             if not await engine.core.executor.ask(PrepareAhead()):  # type: ignore[attr-defined]
                 break
-        return list(await asyncio.gather(*(generate(engine, number) for number in range(6))))
+        return await at_once(engine, *(generate(engine, number) for number in range(6)))
 
 
 @pytest.mark.parametrize("eager", [True, False])

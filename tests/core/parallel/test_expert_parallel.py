@@ -3,7 +3,6 @@ engine's tokens are those of one rank."""
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
-from helpers import make_checkpoint
+from helpers import at_once, make_checkpoint
 
 
 def build(folder: Path, ranks: Ranks = ONE_RANK, operations: Any = None, **options: Any) -> Any:
@@ -239,7 +238,7 @@ async def tokens(folder: Path, **options: Any) -> list[list[int]]:
         return list(last.outputs[0].token_ids)
 
     async with AsyncEngine(config) as engine:
-        return list(await asyncio.gather(*(generate(engine, number) for number in range(5))))
+        return await at_once(engine, *(generate(engine, number) for number in range(5)))
 
 
 @pytest.mark.parametrize(

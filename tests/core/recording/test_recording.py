@@ -34,6 +34,8 @@ from jackfield.entrypoints.replay import Difference, Replayed, replay, replay_co
 from jackfield.entrypoints.replay import _shown as shown
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
+from helpers import at_once
+
 EMBEDDED = Path(jackfield.__file__).parent / "plugins" / "models" / "embedded"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 POISON = 44
@@ -74,8 +76,8 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     async def record() -> None:
         async with AsyncEngine(config(path)) as engine:
-            outputs = await asyncio.gather(
-                *(ask(engine, 70 + number, params) for number, params in enumerate(MIXED))
+            outputs = await at_once(
+                engine, *(ask(engine, 70 + number, params) for number, params in enumerate(MIXED))
             )
             assert all(output.error is None for output in outputs)
             assert engine.stats().num_preemptions > 0

@@ -136,7 +136,7 @@ def test_a_rendered_text_that_grew_is_refused_as_well() -> None:
 def held(gate: threading.Event, begun: list[int], number: int) -> Callable[[], int]:
     def work() -> int:
         begun.append(number)
-        assert gate.wait(30)
+        assert gate.wait(300)
         return number
 
     return work

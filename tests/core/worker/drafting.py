@@ -15,6 +15,8 @@ from jackfield.core.hooks import hookimpl
 from jackfield.core.protocols import Drafts, KnownTokens, LogitsProcessor, Speculator
 from jackfield.core.registry import Provenance, load_plugins
 
+from helpers import at_once
+
 Asked = list[tuple[list[int], SamplingParams]]
 
 
@@ -144,7 +146,7 @@ async def answers(engine: AsyncEngine, asked: Asked) -> list[list[Any]]:
             for c in last.outputs
         ] + [scores(last.prompt_logprobs)]
 
-    return list(await asyncio.gather(*(run_one(*each) for each in asked)))
+    return await at_once(engine, *(run_one(*each) for each in asked))
 
 
 def scores(positions: Any) -> Any:

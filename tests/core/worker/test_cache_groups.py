@@ -28,7 +28,7 @@ from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 from jackfield.plugins.policies.builtin import FirstComeFirstServed
 
-from helpers import VOCAB, edit_json, interpreted, make_checkpoint
+from helpers import VOCAB, at_once, edit_json, interpreted, make_checkpoint
 
 REACHES = {
     "gemma2": Reach(24), "gemma3": Reach(24), "gpt-oss": Reach(12), "llama4": Reach(chunk_size=14),
@@ -179,8 +179,8 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     return outputs
 
 
-async def answers(config: EngineConfig, *, at_once: bool) -> tuple[list[Any], Any, Any]:
-    """→ tokens of each request, twice if `at_once`; statistics; what the executor said"""
+async def answers(config: EngineConfig, *, together: bool) -> tuple[list[Any], Any, Any]:
+    """→ tokens of each request, twice if `together`; statistics; what the executor said"""
 
     async def run_one(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> Any:
         async for out in engine.generate(prompt, params):
@@ -190,9 +190,9 @@ async def answers(config: EngineConfig, *, at_once: bool) -> tuple[list[Any], An
 
     async with AsyncEngine(config, plugins=plugins()) as engine:
         outputs = []
-        if at_once:
+        if together:
             for _ in range(2):
-                outputs += await asyncio.gather(*(run_one(engine, *each) for each in requests()))
+                outputs += await at_once(engine, *(run_one(engine, *each) for each in requests()))
         else:
             outputs += [await run_one(engine, *each) for each in requests()]
         engine.core.scheduler.check_invariants()
@@ -210,7 +210,7 @@ async def expected(folder: Path) -> list[Any]:
         config = EngineConfig(
             **COMMON, model=str(folder), attention_backend="whole", enable_prefix_caching=False
         )
-        once, _, info = await answers(config, at_once=False)
+        once, _, info = await answers(config, together=False)
         _expected[folder] = once * 2
         assert len(info.cache_groups) == 1 and info.cache_groups[0].reach is None
     return _expected[folder]
@@ -225,7 +225,7 @@ async def test_tokens_are_the_same(name: str, folders: Folders) -> None:
     config = EngineConfig(
         **COMMON, model=str(folders[name]), attention_backend="torch", num_gpu_blocks_override=74,
     )  # fmt: skip
-    outputs, stats, info = await answers(config, at_once=True)
+    outputs, stats, info = await answers(config, together=True)
     assert {group.reach for group in info.cache_groups} - {None} == {REACHES[name]}
     assert outputs == await expected(folders[name])
     assert stats.prefix_cache_hits > 0
@@ -241,7 +241,7 @@ async def test_a_cache_smaller_than_a_sequence_serves_it_where_all_layers_have_w
         model=str(folders["mistral-window"]), attention_backend="torch",
         num_gpu_blocks_override=20,
     )  # fmt: skip
-    outputs, stats, _ = await answers(config, at_once=True)
+    outputs, stats, _ = await answers(config, together=True)
     assert outputs == await expected(folders["mistral-window"])
     assert stats.kv_blocks_total == 19 < 88 // 4
 
@@ -254,7 +254,7 @@ async def test_replayed_steps_give_the_same(name: str, folders: Folders) -> None
     config = EngineConfig(
         **COMMON, model=str(folders[name]), attention_backend="static", executor="recording"
     )
-    outputs, _, info = await answers(config, at_once=True)
+    outputs, _, info = await answers(config, together=True)
     assert any(group.reach for group in info.cache_groups)
     assert RecordingExecutor.recorders[-1].replays > 20
     assert outputs == await expected(folders[name])
@@ -322,7 +322,7 @@ async def test_a_connector_keeps_whole_prompts(folders: Folders, tmp_path: Path)
             "kv_connector": "file_store", "kv_connector_extra_config": {"path": str(tmp_path)},
         },
     )  # fmt: skip
-    outputs, _, info = await answers(config, at_once=True)
+    outputs, _, info = await answers(config, together=True)
     assert [group.reach for group in info.cache_groups] == [None]
     assert outputs == await expected(folders["gemma3"])
 

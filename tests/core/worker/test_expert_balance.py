@@ -3,7 +3,6 @@ serves the same tokens meanwhile."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 from pathlib import Path
@@ -30,7 +29,7 @@ from jackfield.core.worker.expert_balance import ExpertMover
 from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
-from helpers import make_checkpoint
+from helpers import at_once, make_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -221,7 +220,7 @@ async def tokens(folder: Path, **options: Any) -> list[list[int]]:
         return list(last.outputs[0].token_ids)
 
     async with AsyncEngine(config) as engine:
-        return list(await asyncio.gather(*(generate(engine, number) for number in range(5))))
+        return await at_once(engine, *(generate(engine, number) for number in range(5)))
 
 
 async def test_requests_go_on_while_experts_move(

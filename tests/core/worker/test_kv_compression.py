@@ -38,10 +38,12 @@ from jackfield.plugins.kv_compressors.by_queries import RKV, ExpectedAttention, 
 
 from helpers import (
     VOCAB,
+    at_once,
     greedy_reference,
     interpreted,
     kept_tokens,
     make_checkpoint,
+    queued,
     reference_model,
 )
 
@@ -86,7 +88,7 @@ async def outputs(folder: Path, prompts: list[list[int]], **options: Any) -> Any
     plugins = options.pop("plugins", None)
     params = options.pop("params", {})
     async with AsyncEngine(config(folder, **options), plugins=plugins) as engine:
-        results = await asyncio.gather(*(run(engine, one, **params) for one in prompts))
+        results = await at_once(engine, *(run(engine, one, **params) for one in prompts))
         stats = engine.stats()
         engine.core.scheduler.check_invariants()
     assert stats.kv_blocks_used == 0
@@ -288,10 +290,10 @@ async def test_preempted_requests_and_siblings_finish(folder: Path) -> None:
         "max_num_batched_tokens": 16,
     }  # fmt: skip
     async with AsyncEngine(config(folder, **options)) as engine:
-        jobs = [
-            asyncio.ensure_future(run(engine, prompt(n, n), max_tokens=40, n=many))
+        jobs = await queued(engine, *(
+            run(engine, prompt(n, n), max_tokens=40, n=many)
             for n, many in ((40, 1), (36, 2), (33, 1), (50, 1))
-        ]
+        ))  # fmt: skip
         while engine.stats().kv_compactions < 1:
             await asyncio.sleep(0.001)
             engine.core.scheduler.check_invariants()
@@ -368,10 +370,10 @@ async def test_books_say_what_is_saved_now(folder: Path) -> None:
     options = {"kv_compression": "key_norm", "kv_compression_on_pressure": True}
     off: Any = "off"
     async with AsyncEngine(config(folder, **options)) as engine:
-        jobs = [
-            asyncio.ensure_future(run(engine, prompt(40, n), max_tokens=50, **more))
+        jobs = await queued(engine, *(
+            run(engine, prompt(40, n), max_tokens=50, **more)
             for n, more in enumerate(({}, {"kv_compression": off}))
-        ]
+        ))  # fmt: skip
         while engine.stats().generation_tokens < 8:
             await asyncio.sleep(0)
         assert engine.stats().kv_compression_ratio == 1 and not engine.stats().kv_bytes_saved

@@ -30,7 +30,7 @@ from jackfield.core.registry import load_plugins
 from jackfield.core.worker.kv_cache.formats import choose_formats
 from jackfield.entrypoints.replay import replay, replay_config
 
-from helpers import VOCAB, interpreted, make_checkpoint, reference_model
+from helpers import VOCAB, at_once, interpreted, make_checkpoint, reference_model
 
 PROMPT = [3 + 7 * i % (VOCAB - 3) for i in range(41)]
 
@@ -175,7 +175,9 @@ async def test_prefixes_preemption_and_other_rows_change_no_token(folder: Path, 
     async def run(together: bool, **options: Any) -> tuple[list[list[int]], Any]:
         async with AsyncEngine(config(folder, kv_cache_dtype=name, **options)) as engine:
             if together:
-                done = await asyncio.gather(*(serve(engine, one, max_tokens=16) for one in prompts))
+                done = await at_once(
+                    engine, *(serve(engine, one, max_tokens=16) for one in prompts)
+                )
             else:
                 done = [await serve(engine, one, max_tokens=16) for one in prompts]
             stats = engine.stats()

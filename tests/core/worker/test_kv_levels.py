@@ -23,10 +23,12 @@ from jackfield.plugins.kv_compressors.by_keys import KeyNorm
 
 from helpers import (
     VOCAB,
+    at_once,
     greedy_reference,
     interpreted,
     kept_tokens,
     make_checkpoint,
+    queued,
     reference_model,
 )
 
@@ -66,7 +68,7 @@ async def outputs(
 ) -> tuple[list[list[int]], Any]:
     """whole: the prompt whose cache stays as it is."""
     async with AsyncEngine(config(folder, **options)) as engine:
-        results = await asyncio.gather(*(
+        results = await at_once(engine, *(
             ask(engine, one, count, kv_compression="off" if number == whole else None)
             for number, one in enumerate(prompts)
         ))  # fmt: skip
@@ -265,7 +267,7 @@ async def test_more_requests_run_at_once_in_the_same_bytes(folder: Path) -> None
     async def most_at_once(**options: Any) -> tuple[int, Any]:
         most = 0
         async with AsyncEngine(config(folder, num_gpu_blocks_override=80, **options)) as engine:
-            jobs = [asyncio.ensure_future(ask(engine, each, 40)) for each in prompts]
+            jobs = await queued(engine, *(ask(engine, each, 40) for each in prompts))
             while not all(job.done() for job in jobs):
                 await asyncio.sleep(0)
                 most = max(most, engine.stats().num_requests_running)
@@ -334,10 +336,10 @@ async def test_preempted_and_aborted_requests_leave_no_block(folder: Path) -> No
         "max_num_batched_tokens": 16,
     }  # fmt: skip
     async with AsyncEngine(config(folder, **options)) as engine:
-        jobs = [
-            asyncio.ensure_future(ask(engine, prompt(n, n), 40, n=many))
+        jobs = await queued(engine, *(
+            ask(engine, prompt(n, n), 40, n=many)
             for n, many in ((40, 1), (36, 2), (33, 1), (50, 1))
-        ]
+        ))  # fmt: skip
         while engine.stats().kv_compactions < 1:
             await asyncio.sleep(0.001)
             engine.core.scheduler.check_invariants()

@@ -21,7 +21,7 @@ from jackfield.core.worker.parts.part_set import WorkerParts
 from jackfield.core.worker.worker import Worker
 from jackfield.plugins.kv_connectors.cpu_offload import CpuOffloadConnector
 
-from helpers import greedy_reference, make_checkpoint, reference_model
+from helpers import at_once, greedy_reference, make_checkpoint, reference_model
 
 OFFLOAD = {
     "kv_connector": "cpu_offload", "kv_connector_extra_config": {"kv_offloading_size": 0.01},
@@ -45,7 +45,7 @@ async def outputs(
 ) -> tuple[list[list[int]], EngineStats]:
     """Run prompts together → their tokens, and the engine's statistics."""
     async with AsyncEngine(config(folder, **options)) as engine:
-        results = await asyncio.gather(*(run(engine, p, max_tokens=max_tokens) for p in prompts))
+        results = await at_once(engine, *(run(engine, p, max_tokens=max_tokens) for p in prompts))
         engine.core.scheduler.check_invariants()
         await saved(engine)
         return [tokens for (tokens,) in results], engine.stats()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from jackfield.core.worker.batch import LogitRows, PersistentBatch, StepRows
 from jackfield.core.worker.hidden_states import parts
 from jackfield.core.worker.sampling import prompt_logprobs
 
-from helpers import VOCAB, make_checkpoint, reference_model
+from helpers import VOCAB, at_once, make_checkpoint, reference_model
 
 
 def ragged(counts: list[int]) -> StepRows:
@@ -103,7 +102,7 @@ async def test_prompts_of_a_step_are_scored_together_in_bounded_chunks(
             return result
 
         scoring.score = scored
-        scores = await asyncio.gather(*(run_one(engine, number) for number in range(6)))
+        scores = await at_once(engine, *(run_one(engine, number) for number in range(6)))
     model = reference_model(folder)
     assert scores[0] is None
     assert sum(calls) == sum(len(prompts[n]) - 1 for n in range(1, 6))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import threading
@@ -22,7 +21,7 @@ from jackfield.core.registry import Plugins, Provenance, load_plugins
 from jackfield.core.worker.start import device_init
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
-from helpers import make_checkpoint
+from helpers import at_once, make_checkpoint
 
 
 class Precompiling(Operations):
@@ -119,7 +118,7 @@ async def answers(checkpoint: Path, operations: str, **options: Any) -> list[lis
         return list(last.outputs[0].token_ids)
 
     async with AsyncEngine(config, plugins=plugins) as engine:
-        return list(await asyncio.gather(*(run_one(engine, number) for number in range(6))))
+        return await at_once(engine, *(run_one(engine, number) for number in range(6)))
 
 
 async def test_precompilation_leaves_no_state(checkpoint: Path) -> None:
@@ -157,7 +156,7 @@ def test_operations_get_ready_beside_the_device(
         @classmethod
         def initialize_device(cls, device: torch.device) -> None:
             ready.set()
-            if begun.wait(5):
+            if begun.wait(60):
                 devices.append(device)
 
     class WaitingPlugin:
@@ -168,7 +167,7 @@ def test_operations_get_ready_beside_the_device(
             registry.add("waiting", Waiting)
 
     def initialize(*size: int, device: torch.device) -> None:
-        if ready.wait(5):
+        if ready.wait(60):
             devices.append(device)
         begun.set()
 

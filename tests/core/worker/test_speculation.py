@@ -29,7 +29,7 @@ from jackfield.core.worker.parts.speculation import Speculation
 from jackfield.core.worker.sampling.sampler import Sampler
 from jackfield.core.worker.sampling.sampling_state import SamplingState
 
-from helpers import VOCAB, interpreted, make_checkpoint
+from helpers import VOCAB, at_once, interpreted, make_checkpoint
 
 NGRAM = {
     "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
@@ -87,7 +87,7 @@ async def serve(
         ]
 
     async with AsyncEngine(config, plugins=plugins) as engine:
-        outputs = await asyncio.gather(*(run_one(engine, *each) for each in asked))
+        outputs = await at_once(engine, *(run_one(engine, *each) for each in asked))
         stats = engine.stats()
         await asyncio.sleep(0)
         engine.core.check_idle()  # type: ignore[attr-defined]

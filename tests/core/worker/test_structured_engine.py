@@ -16,6 +16,8 @@ from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.step import PrepareAhead
 from jackfield.core.worker.graphs.endings import Ending
 
+from helpers import at_once
+
 NUMBERS = {
     "type": "object",
     "properties": {
@@ -92,7 +94,7 @@ def tokens(output: Any) -> list[list[int]]:
 async def test_rows_of_a_mixed_batch_get_what_they_get_alone() -> None:
     async with AsyncEngine(config()) as engine:
         alone = [await ask(engine, params) for params in MIXED]
-        together = await asyncio.gather(*(ask(engine, params) for params in MIXED))
+        together = await at_once(engine, *(ask(engine, params) for params in MIXED))
     assert [tokens(output) for output in together] == [tokens(output) for output in alone]
     for params, output in zip(MIXED, together, strict=True):
         if params.structured_outputs is not None:
@@ -106,7 +108,7 @@ async def test_recorded_steps_give_what_launched_ones_give() -> None:
     StaticExecutor.recorders.clear()
     static = config(executor="static", attention_backend="static")
     async with AsyncEngine(static, plugins=plugins) as engine:
-        replayed = await asyncio.gather(*(ask(engine, params) for params in MIXED))
+        replayed = await at_once(engine, *(ask(engine, params) for params in MIXED))
         assert StaticExecutor.recorders[0].replays > 50
         executor: Any = engine.core.executor
         graphs = executor._worker.runner.decode.graphs
@@ -114,7 +116,7 @@ async def test_recorded_steps_give_what_launched_ones_give() -> None:
             pass
         assert not graphs.missing() and (8, Ending.LOGITS) in graphs._replays
     async with AsyncEngine(config()) as engine:
-        launched = await asyncio.gather(*(ask(engine, params) for params in MIXED))
+        launched = await at_once(engine, *(ask(engine, params) for params in MIXED))
     assert [tokens(output) for output in replayed] == [tokens(output) for output in launched]
 
 
@@ -129,7 +131,7 @@ async def test_preemption_and_prefix_hits_do_not_change_a_structured_output() ->
     async with AsyncEngine(
         config(num_gpu_blocks_override=40, enable_prefix_caching=False)
     ) as engine:
-        crowded = await asyncio.gather(*(ask(engine, params, prompt) for params in sampling))
+        crowded = await at_once(engine, *(ask(engine, params, prompt) for params in sampling))
         assert engine.stats().num_preemptions > 0
     assert [tokens(output) for output in crowded] == [tokens(output) for output in alone]
     for output in crowded:

@@ -160,7 +160,7 @@ def test_ranks_that_wait_for_ever_end_the_engine(
     monkeypatch.setattr(faulthandler, "dump_traceback", closed)
 
     async def serve() -> str:
-        engine = AsyncEngine(config(checkpoint, rank_timeout=1.0))
+        engine = AsyncEngine(config(checkpoint, rank_timeout=4.0))
         await engine.start()
         executor: Any = engine.core.executor  # type: ignore[attr-defined]
         released = threading.Event()

@@ -224,7 +224,7 @@ async def test_a_process_that_cannot_be_killed_is_left_alone(
     monkeypatch.setattr(Gone, "status", None)
     monkeypatch.setattr(FollowerProcess, "kill_seconds", 0.05)
     follower = FollowerProcess(1, received=lambda *_: None, lost=lambda *_: None)
-    await asyncio.wait_for(follower.close(0.0), 10)
+    await asyncio.wait_for(follower.close(0.0), 120)
     assert "rank 1 was killed, and is still there" in caplog.text
 
 
@@ -242,6 +242,6 @@ async def test_rank_0_ends_where_leaving_the_others_raises(
 
     ended: asyncio.Future[Any] = thread.call(called.wait)
     joined: Any = Joined()
-    await asyncio.wait_for(end_thread(thread, ended, joined, 0.01), 30)
+    await asyncio.wait_for(end_thread(thread, ended, joined, 0.01), 120)
     assert ended.done() and not any(each.is_alive() for each in thread._threads)
     assert "a connection is gone" in caplog.text and "for ever" not in caplog.text

@@ -33,7 +33,7 @@ from jackfield.plugins.executors import messages, processes
 from jackfield.plugins.executors.messages import Step
 from jackfield.plugins.executors.processes import ProcessesExecutor
 
-from helpers import make_checkpoint
+from helpers import at_once, make_checkpoint
 
 EMBEDDED = Path(jackfield.__file__).parent / "plugins" / "models" / "embedded"
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -87,7 +87,7 @@ class Running:
         self.run(self.engine.start())
 
     def run(self, work: Any) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
+        return self.loop.run_until_complete(asyncio.wait_for(work, 300))
 
     def close(self) -> None:
         self.run(self.engine.stop())
@@ -126,7 +126,8 @@ async def mixed(engine: AsyncEngine) -> list[Any]:
     """Serve requests of all kinds at once: chunked prompts, too few blocks for all of them, several
     completions, seeds, penalties, a grammar."""
     grammar = StructuredOutputsParams(json=SCHEMA)
-    return await asyncio.gather(
+    return await at_once(
+        engine,
         outputs(engine, LONG),
         outputs(engine, LONG[:50], temperature=0.9, seed=7, top_p=0.9, top_k=40),
         outputs(engine, LONG[5:30], temperature=1.0, seed=11, n=2),
@@ -346,7 +347,7 @@ def test_two_gpus_give_the_tokens_of_one(checkpoint: Path) -> None:
         params = SamplingParams(max_tokens=100, ignore_eos=True)
         async for _ in engine.generate(LONG[:5], params):
             engine.core.executor.followers[0].process.kill()  # type: ignore[attr-defined]
-        await asyncio.wait_for(engine.stop(), 20)
+        await asyncio.wait_for(engine.stop(), 120)
         return engine.dead_reason or ""
 
     expected, found = asyncio.run(serve(1)), asyncio.run(serve(2))

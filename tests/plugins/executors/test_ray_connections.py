@@ -22,7 +22,7 @@ from jackfield.plugins.executors.ray.connections import GREETING, Reception, con
 
 def is_closed(connection: socket.socket) -> bool:
     """Whether the other side has closed it; one that it had not accepted yet is reset."""
-    connection.settimeout(10)
+    connection.settimeout(120)
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
@@ -86,7 +86,7 @@ def test_a_connection_that_is_not_taken_is_closed() -> None:
         rank = connect(reception.address, reception.secret, 1)
         await reception.connections[1]
         await reception.close()
-        rank.settimeout(10)
+        rank.settimeout(120)
         assert rank.recv(1) == b""
         rank.close()
 
@@ -100,7 +100,7 @@ def test_a_greeting_that_never_ends_is_not_kept(monkeypatch: pytest.MonkeyPatch)
         reception = Reception(listen(), range(1, 2))
         slow = socket.create_connection(reception.address)
         slow.sendall(bytes(GREETING.size - 1))
-        slow.settimeout(10)
+        slow.settimeout(120)
         closed = await asyncio.to_thread(slow.recv, 1)
         await reception.close()
         slow.close()

@@ -28,7 +28,7 @@ from jackfield.plugins.executors.ray.actor import device_number
 from jackfield.plugins.executors.ray.cluster import Placement
 from jackfield.plugins.executors.ray.executor import RayExecutor
 
-from helpers import COMMON, make_checkpoint
+from helpers import COMMON, at_once, make_checkpoint
 
 ray = pytest.importorskip("ray", reason="needs the package ray, which the extra `test` has")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
@@ -114,7 +114,8 @@ async def mixed(made: EngineConfig) -> list[list[int]]:
             assert isinstance(executor, RayExecutor)
             nodes = {node.id for node in executor._placement.nodes}
             assert len(nodes) == made.num_ranks == len(executor.followers) + 1
-        return await asyncio.gather(
+        return await at_once(
+            engine,
             tokens(engine, PROMPT, temperature=0.0),
             tokens(engine, PROMPT[:30], temperature=0.9, seed=7, top_p=0.9),
             tokens(engine, PROMPT[3:9], temperature=0.0, repetition_penalty=1.3),

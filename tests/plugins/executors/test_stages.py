@@ -16,7 +16,7 @@ from test_ranks import LONG, OFFLOAD, Running, checkpoint, config, mixed, output
 from jackfield import AsyncEngine
 from jackfield.core.step import StepPlan
 
-from helpers import make_checkpoint
+from helpers import at_once, make_checkpoint
 
 _ = checkpoint  # The fixture, which is found by its name.
 
@@ -86,7 +86,7 @@ def test_kv_compression_drops_the_same_tokens(checkpoint: Path, options: dict[st
             skip_tokenizer_init=True, **options,
         )  # fmt: skip
         async with AsyncEngine(made) as engine:
-            answers = await asyncio.gather(*(outputs(engine, LONG[at:50]) for at in range(3)))
+            answers = await at_once(engine, *(outputs(engine, LONG[at:50]) for at in range(3)))
             return list(answers), engine.stats().kv_compactions
 
     expected = asyncio.run(serve(1))

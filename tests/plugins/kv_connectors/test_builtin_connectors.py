@@ -329,7 +329,7 @@ async def settled(engine: AsyncEngine) -> None:
 async def test_a_store_that_hangs_costs_a_recompute(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(store_module, "PAUSE_SECONDS", 3600.0)
     shelf = Shelf()
     config = EngineConfig(**SMALL, kv_transfer_config={"kv_connector": "shelf"})
     async with AsyncEngine(config, plugins=load_plugins(extra=[shelf])) as engine:
@@ -337,6 +337,7 @@ async def test_a_store_that_hangs_costs_a_recompute(
         await settled(engine)
         assert len(shelf.content) >= 10
         shelf.hangs_in = {method}
+        monkeypatch.setattr(store_module, "ANSWER_SECONDS", 0.3)
         again = await asyncio.wait_for(generate(engine, TOKENS), 100)
         assert again.outputs[0].token_ids == first.outputs[0].token_ids
         assert again.num_cached_tokens == 0
@@ -365,7 +366,10 @@ async def test_a_timer_that_is_early_leaves_no_request_waiting(
         shelf.go_on.set()
 
 
-async def test_a_store_that_raises_is_left_alone_for_a_while() -> None:
+async def test_a_store_that_raises_is_left_alone_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_module, "PAUSE_SECONDS", 3600.0)
     shelf = Shelf()
     shelf.raises = True
     config = EngineConfig(**SMALL, kv_transfer_config={"kv_connector": "shelf"})

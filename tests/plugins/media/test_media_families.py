@@ -3,7 +3,6 @@ recordings, chunks that end inside one, prefix hits inside and behind one, preem
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,8 @@ from jackfield.core.errors import InvalidRequest
 from jackfield.core.protocols.media import MediaSetup
 from jackfield.entrypoints.beam_search import BeamSearch, BeamSearchParams
 from jackfield.plugins.media.llava import Llava
+
+from helpers import at_once
 
 LLAVA = "LlavaForConditionalGeneration"
 NEW = 10
@@ -208,13 +209,7 @@ async def test_preempted_prompts_are_encoded_and_placed_again(made: Made) -> Non
         max_model_len=max(counts) + new + 2,
         enable_prefix_caching=False,
     ) as engine:  # fmt: skip
-        # All begin with one step, however long their pictures take.
-        await engine.pause_generation("keep", clear_cache=False)
-        running = asyncio.gather(*(run(engine, made, case, new) for case in together))
-        while engine.stats().num_requests_waiting < len(together):
-            await asyncio.sleep(0.001)
-        await engine.resume_generation()
-        outputs = await running
+        outputs = await at_once(engine, *(run(engine, made, case, new) for case in together))
         for case, output in zip(together, outputs, strict=True):
             check(made, case, output, new)
         assert windows or engine.stats().num_preemptions > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from jackfield.core.registry import load_plugins
 from jackfield.core.step import StepPlan
 from jackfield.entrypoints.server.app import make_app
 
-from helpers import edit_json
+from helpers import at_once, edit_json
 
 VOCAB = 131
 TINY: dict[str, Any] = {
@@ -125,7 +124,7 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
     """Four sources for three slots, and the tokens of `generate`."""
     model = make(case, tmp_path)
     async with AsyncEngine(config(tmp_path)) as engine:
-        outputs = await asyncio.gather(*(answer(engine, source) for source in SOURCES))
+        outputs = await at_once(engine, *(answer(engine, source) for source in SOURCES))
         engine.core.check_idle()
     for source, output in zip(SOURCES, outputs, strict=True):
         check(model, source, output)
@@ -144,8 +143,8 @@ async def test_a_family_equals_transformers_on_a_gpu(case: str, tmp_path: Path) 
     model = make(case, tmp_path)
     options: dict[str, Any] = {"device": "cuda", "block_size": 16, "max_num_seqs": 2}
     async with AsyncEngine(config(tmp_path, **options)) as engine:
-        outputs = await asyncio.gather(*(answer(engine, source) for source in SOURCES))
-        outputs += await asyncio.gather(*(answer(engine, source) for source in SOURCES))
+        outputs = await at_once(engine, *(answer(engine, source) for source in SOURCES))
+        outputs += await at_once(engine, *(answer(engine, source) for source in SOURCES))
         engine.core.check_idle()
     for source, output in zip(SOURCES * 2, outputs, strict=True):
         check(model, source, output)
@@ -196,7 +195,7 @@ async def test_two_ranks_compute_what_one_does(case: str, tmp_path: Path) -> Non
     async with AsyncEngine(
         config(tmp_path, **options), plugins=load_plugins(extra=[Plugin()])
     ) as engine:
-        outputs = await asyncio.gather(*(answer(engine, source) for source in SOURCES))
+        outputs = await at_once(engine, *(answer(engine, source) for source in SOURCES))
         workers = engine.core.executor.workers  # type: ignore[union-attr]
         sizes = [sum(p.numel() for p in worker.runner.model.parameters()) for worker in workers]
     for source, output in zip(SOURCES, outputs, strict=True):
@@ -239,7 +238,7 @@ async def test_preempted_requests_say_the_same(caching: bool, bart: Any) -> None
     options = {"num_gpu_blocks_override": 26, "enable_prefix_caching": caching}
     async with AsyncEngine(config(folder, **options)) as engine:
         plans = watched(engine)
-        outputs = await asyncio.gather(*(answer(engine, s, max_tokens=24) for s in SOURCES[1:]))
+        outputs = await at_once(engine, *(answer(engine, s, max_tokens=24) for s in SOURCES[1:]))
         assert engine.stats().num_preemptions > 0, "this is here to preempt"
         assert num_encoded(plans) > 3 or caching
         engine.core.check_idle()
@@ -289,7 +288,7 @@ async def test_a_step_encodes_whole_sources_within_its_budget(bart: Any) -> None
     sources = [SOURCES[3], SOURCES[1], SOURCES[2], SOURCES[0]]
     async with AsyncEngine(config(folder, max_num_batched_tokens=16, max_num_seqs=4)) as engine:
         plans = watched(engine)
-        outputs = await asyncio.gather(*(answer(engine, source) for source in sources))
+        outputs = await at_once(engine, *(answer(engine, source) for source in sources))
         engine.core.check_idle()
     encoded = [
         [item.source.num_tokens for item in encoded_by(plan)] for plan in plans if encoded_by(plan)

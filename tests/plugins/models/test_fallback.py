@@ -3,7 +3,6 @@ others, after preemption, from cached prefixes, quantized and divided."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 from pathlib import Path
@@ -29,6 +28,8 @@ from jackfield.plugins.executors.inprocess import InProcessExecutor
 from jackfield.plugins.models.fallback.attention import HeadsAttention
 from jackfield.plugins.models.fallback.model import TransformersLM
 from jackfield.plugins.models.fallback.modules import RoutedExperts
+
+from helpers import at_once
 
 WINDOWS = {
     "sliding_window": 12,
@@ -192,12 +193,12 @@ async def test_requests_share_steps_chunks_prefixes_and_blocks(
     reference, folder = folder_of(case, CASES[case], tmp_path)
     prompts = [*PROMPTS, PROMPTS[1][:20] + PROMPTS[0]]
     async with engine(folder) as roomy:
-        answers = [*await asyncio.gather(*(answer(roomy, prompt) for prompt in prompts))]
+        answers = await at_once(roomy, *(answer(roomy, prompt) for prompt in prompts))
         again = await answer(roomy, PROMPTS[1])
         assert again.num_cached_tokens >= 36
     short = [PROMPTS[1][n : 2 * n] for n in (16, 14, 15)]
     async with engine(folder, num_gpu_blocks_override=blocks) as narrow:
-        preempted = await asyncio.gather(*(answer(narrow, prompt) for prompt in short))
+        preempted = await at_once(narrow, *(answer(narrow, prompt) for prompt in short))
         assert narrow.core.stats().num_preemptions > 0
     outputs = [*answers, again, *preempted]
     for prompt, output in zip([*prompts, PROMPTS[1], *short], outputs, strict=True):
@@ -252,7 +253,7 @@ async def test_decode_steps_are_recorded(case: str, tmp_path: Path) -> None:
     plugin = Recorded()
     options = {**RECORDED, "operations": "torch", "plugins": load_plugins(extra=[plugin])}
     async with engine(folder, **options) as one:
-        answers = await asyncio.gather(*(answer(one, prompt) for prompt in PROMPTS))
+        answers = await at_once(one, *(answer(one, prompt) for prompt in PROMPTS))
         assert one.stats().graph_recording_failures == 0
     assert plugin.replays >= 5
     for prompt, output in zip(PROMPTS, answers, strict=True):
@@ -309,7 +310,7 @@ async def test_recorded_steps_equal_launched_ones(case: str, tmp_path: Path) -> 
     async with engine(folder, **options) as one:
         while await one.core.executor.ask(PrepareAhead()):
             pass
-        answers = await asyncio.gather(*(answer(one, prompt) for prompt in PROMPTS))
+        answers = await at_once(one, *(answer(one, prompt) for prompt in PROMPTS))
         assert one.stats().graph_recording_failures == 0
     for prompt, output in zip(PROMPTS, answers, strict=True):
         check(reference, prompt, output)

@@ -6,7 +6,6 @@ first part is the architecture, the second one what it shows.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 from collections.abc import Callable, Mapping
@@ -31,6 +30,8 @@ from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.models import tiny
 from jackfield.plugins.conformance.paged_model import VOCAB, PagedModel
 from jackfield.plugins.conformance.updated_model import check_update
+
+from helpers import at_once
 
 LEFT_OUT = ...
 """Of a field of the kit's tiny configuration that a family cannot take."""
@@ -301,7 +302,7 @@ async def check_engine(folder: Path, expected: Callable[[list[int]], torch.Tenso
         return last
 
     async with AsyncEngine(config) as engine:
-        answers = list(await asyncio.gather(*(answer(engine, prompt) for prompt in PROMPTS)))
+        answers = await at_once(engine, *(answer(engine, prompt) for prompt in PROMPTS))
         again = await answer(engine, PROMPTS[1])
     assert again.num_cached_tokens >= 36
     for prompt, output in zip([*PROMPTS, PROMPTS[1]], [*answers, again], strict=True):

@@ -3,7 +3,6 @@ choose."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import re
@@ -33,6 +32,8 @@ from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 from jackfield.plugins.models.indexed import Indexer
+
+from helpers import at_once
 
 INDEXED = {**V3, "index_topk": 12, "index_head_dim": 16, "index_n_heads": 16}
 """With so many heads hardly a key has a score of 0, as all have whose products are negative: which
@@ -118,7 +119,7 @@ async def test_requests_that_are_preempted_get_the_same_tokens(
         return list(last.outputs[0].token_ids)
 
     async with AsyncEngine(config) as engine:
-        answers = await asyncio.gather(*(tokens(engine, prompt) for prompt in prompts))
+        answers = await at_once(engine, *(tokens(engine, prompt) for prompt in prompts))
         stats = engine.stats()
     assert stats.num_preemptions
     if "kv_transfer_config" in options:

@@ -3,7 +3,6 @@ beside others, after preemption, and several times from one prompt."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.paged_model import VOCAB, PagedModel
 from jackfield.plugins.models.minimax import CONSTANTS
 
-from helpers import edit_json, interpreted
+from helpers import at_once, edit_json, interpreted
 
 GROUPS = 2 if "group_size" in inspect.signature(MambaRMSNormGated).parameters else 1
 """Older versions of transformers normalise all groups together."""
@@ -244,7 +243,7 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
     check_ranks(folder, case.partition(":")[0], 2, Kit.plugins(), 2e-4)
     async with AsyncEngine(config(folder, num_gpu_blocks_override=96)) as engine:
         prompts = [*PROMPTS, PROMPTS[1]]
-        answers = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
+        answers = await at_once(engine, *(answer(engine, prompt) for prompt in prompts))
         engine.core.check_idle()
     for prompt, output in zip(prompts, answers, strict=True):
         check(prompt, output, lambda tokens: score(reference, tokens))
@@ -291,7 +290,7 @@ async def test_kernels_over_states_equal_transformers(case: str, tmp_path: Path)
     }  # fmt: skip
     async with AsyncEngine(config(folder, **options), plugins=plugins) as engine:
         prompts = [[*PROMPTS[2], *PROMPTS[1]], PROMPTS[0]]
-        answers = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
+        answers = await at_once(engine, *(answer(engine, prompt) for prompt in prompts))
         prompts.append(prompts[0])
         answers.append(await answer(engine, prompts[-1]))
     assert answers[-1].num_cached_tokens == 44
@@ -306,7 +305,7 @@ async def test_preempted_requests_are_computed_again(caching: bool, tmp_path: Pa
     prompts = [PROMPTS[2][n : 2 * n] for n in (16, 14, 15)]
     options = {"num_gpu_blocks_override": 14, "enable_prefix_caching": caching}
     async with AsyncEngine(config(folder, **options)) as engine:
-        answers = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
+        answers = await at_once(engine, *(answer(engine, prompt) for prompt in prompts))
         assert engine.core.stats().num_preemptions > 0
     for prompt, output in zip(prompts, answers, strict=True):
         check(prompt, output, lambda tokens: score(reference, tokens))
@@ -353,7 +352,7 @@ async def test_stages_keep_the_states_of_their_layers(num_stages: int, tmp_path:
     }  # fmt: skip
     async with AsyncEngine(config(folder, **options), plugins=load_plugins(extra=[Plugin()])) as e:
         answers = [await answer(e, prompt) for prompt in prompts]
-        answers += await asyncio.gather(*(answer(e, prompt) for prompt in prompts))
+        answers += await at_once(e, *(answer(e, prompt) for prompt in prompts))
     assert [output.num_cached_tokens for output in answers[:4]] == [0, 0, 20, 0]
     assert answers[4].num_cached_tokens == 40
     for prompt, output in zip(prompts * 2, answers, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from jackfield.core.parts.encoder_decoder import FeatureShape
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.models.whisper import LogMel
 
-from helpers import edit_json
+from helpers import at_once, edit_json
 
 ROWS, RATE = 50, 16_000
 SETTINGS: dict[str, Any] = {
@@ -123,7 +122,7 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
     ]
     begins = [[100, 101], [9, 8, 7, 100, 101], [100, 101, 102], [100]]
     async with AsyncEngine(config(tmp_path)) as engine:
-        outputs = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
+        outputs = await at_once(engine, *(answer(engine, prompt) for prompt in prompts))
         again = await answer(engine, prompts[1], n=2)
         engine.core.check_idle()
     assert [output.prompt_token_ids for output in outputs] == begins

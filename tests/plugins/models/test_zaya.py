@@ -3,7 +3,6 @@ cache of prefixes."""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from jackfield.core.errors import ConfigError
 from jackfield.plugins.conformance.divided_models import check_ranks
 from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.paged_model import PagedModel
+
+from helpers import at_once
 
 ROPE = {"rope_type": "default", "partial_rotary_factor": 0.5}
 ZAYA: dict[str, Any] = {
@@ -58,7 +59,7 @@ async def test_zaya_equals_transformers(case: str, tmp_path: Path) -> None:
     check_ranks(folder, case.partition(":")[0], 2, Kit.plugins(), 2e-4)
     async with AsyncEngine(config(folder, num_gpu_blocks_override=96)) as engine:
         prompts = [*PROMPTS, PROMPTS[1]]
-        answers = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
+        answers = await at_once(engine, *(answer(engine, prompt) for prompt in prompts))
         again = await answer(engine, PROMPTS[2])
         engine.core.check_idle()
     assert again.num_cached_tokens >= 16

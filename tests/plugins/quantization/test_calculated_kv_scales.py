@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from jackfield.core.worker.graphs.decode_graphs import DecodeGraphs
 from jackfield.core.worker.kv_cache.scales import KEY_RANGE, VALUE_RANGE
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
-from helpers import VOCAB, make_checkpoint, reference_model
+from helpers import VOCAB, at_once, make_checkpoint, reference_model
 
 BEYOND = 2.0**13
 """So much larger keys and values, and so much smaller queries and output projections."""
@@ -108,7 +107,7 @@ async def test_next_tokens_are_those_of_the_float_cache(checkpoint: Path) -> Non
 
     async def tokens(**options: Any) -> list[int]:
         async with AsyncEngine(config(checkpoint, **options)) as engine:
-            results = await asyncio.gather(*(answer(engine, p, max_tokens=1) for p in prompts))
+            results = await at_once(engine, *(answer(engine, p, max_tokens=1) for p in prompts))
         return [output.outputs[0].token_ids[0] for output in results]
 
     def agree(ours: list[int]) -> int:
@@ -143,7 +142,7 @@ async def test_scales_are_those_of_the_first_step_and_stay(checkpoint: Path) -> 
         assert scales[0][0] == pytest.approx(seen["key"] / KEY_RANGE, rel=1e-4)
         assert scales[0][1] == pytest.approx(seen["value"] / VALUE_RANGE, rel=1e-4)
         alone = [await answer(engine, prompt) for prompt in PROMPTS]
-        together = await asyncio.gather(*(answer(engine, prompt) for prompt in PROMPTS))
+        together = await at_once(engine, *(answer(engine, prompt) for prompt in PROMPTS))
         assert together[0].num_cached_tokens > 0, "a prefix hit"
         for first, other in zip(alone, together, strict=True):
             assert first.outputs[0].token_ids == other.outputs[0].token_ids
@@ -156,7 +155,7 @@ async def test_requests_that_come_together_share_the_first_step(checkpoint: Path
     """More prompts than a step takes; each answer is what it is when the scales are known."""
     options: Any = {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}
     async with AsyncEngine(config(checkpoint, **options)) as engine:
-        first = await asyncio.gather(*(answer(engine, prompt) for prompt in PROMPTS))
+        first = await at_once(engine, *(answer(engine, prompt) for prompt in PROMPTS))
         await engine.reset_prefix_cache()
         again = [await answer(engine, prompt) for prompt in PROMPTS]
     for left, other in zip(first, again, strict=True):
