@@ -121,7 +121,8 @@ async def test_they_come_with_the_end_and_only_if_they_are_kept(checkpoints: Any
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     async with engine_of(folder, device="cpu") as engine:
         parts = [each async for each in engine.generate(prompts()[1], params)]
-    assert [each.outputs[0].routed_experts is None for each in parts[:-1]] == [True] * 3
+    # A reader that is late gets several tokens at once.
+    assert all(each.outputs[0].routed_experts is None for each in parts[:-1])
     assert parts[-1].outputs[0].routed_experts.shape == (29, 2, 3)
     async with engine_of(folder, device="cpu", enable_return_routed_experts=False) as engine:
         assert (await answer(engine, prompts()[1])).outputs[0].routed_experts is None
