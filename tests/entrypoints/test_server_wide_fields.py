@@ -108,7 +108,10 @@ async def test_an_engine_has_its_own_interval_of_streams(checkpoint: Path) -> No
 
         *most, last = await counts()
         assert sum(most) + last == 30 and all(count >= 9 for count in most[1:])
-        assert max((await counts(stream_interval=1))[1:-1]) < 9, "requests have their own"
+        for _ in range(20):  # A reader that is late gets more tokens at once.
+            if max((await counts(stream_interval=1))[1:-1], default=9) < 9:
+                return
+        pytest.fail("requests have their own interval")
 
 
 # ---------------------------------------------------------------- usage and names of tokens
