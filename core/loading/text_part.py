@@ -64,7 +64,7 @@ def text_config(
     types: Mapping[str, str],
     registered: bool,
 ) -> tuple[Any, Any]:
-    """Return the text part's configuration, and the whole's (None for a type that nobody knows).
+    """Return the text part's configuration, and the whole's (None for a type that is not known).
 
     architecture: of the text part; "": that of its type in `types`, its configuration's, or its
     type's in `transformers`. registered: a plugin has a configuration class for the whole, which

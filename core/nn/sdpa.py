@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +35,7 @@ def sdpa(
     query: [..., heads, queries, head_dim]; key, value: [..., heads, keys, head_dim]; mask: true
     where seen, or added to the logits → query's shape.
     """
-    if not query.is_cuda:
-        return F.scaled_dot_product_attention(
-            query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    with without_plans():
+    with without_plans() if query.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(
             query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )

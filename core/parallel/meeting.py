@@ -55,7 +55,7 @@ class Engine(NamedTuple):
         self.store.set(name, value)
 
     def forget(self, name: str) -> None:
-        """Let nobody know a value any more."""
+        """Take back a value."""
         self.store.delete_key(name)
 
     def hears(self, name: str, seconds: float = LOOK_SECONDS) -> bool:
@@ -68,8 +68,8 @@ class Engine(NamedTuple):
         return True
 
     def wait(self, name: str, seconds: float) -> str:
-        """Return the value once another engine has told it. Blocks this store. Raises
+        """Return the value once another engine has set it. Blocks this store. Raises
         EngineStopped after so many seconds."""
         if not self.hears(name, seconds):
-            raise EngineStopped(f"the other engines have not told {name} for {seconds:g} seconds")
+            raise EngineStopped(f"the other engines have not set {name} for {seconds:g} seconds")
         return str(self.store.get(name).decode())

@@ -273,7 +273,9 @@ class Worker:
         if self.ranks.pipeline.size > 1:
             raise NotImplementedError("stages do not go on after a step that failed")
         if self.ranks.round is not None:
-            raise NotImplementedError("engines with common experts do not go on after it")
+            raise NotImplementedError(
+                "engines with common experts do not go on after a step that failed"
+            )
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.runner.forget_slots()

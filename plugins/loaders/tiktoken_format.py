@@ -65,8 +65,8 @@ class TiktokenFormat:
                 f"{shown(kind)}; known are {', '.join(PATTERNS)}: give the checkpoint a "
                 "tokenizer.json"
             )
-        ranks = read_ranks(folder / FILE)
-        backend = byte_pairs(spelled(ranks), merges(spelled(ranks)), Regex(PATTERNS[kind]))
+        vocabulary = spelled(read_ranks(folder / FILE))
+        backend = byte_pairs(vocabulary, merges(vocabulary), Regex(PATTERNS[kind]))
         declared = DeclaredTokens.read(folder, settings)
         add_specials(backend, settings, model_size(folder))
         declared.add_to(backend)

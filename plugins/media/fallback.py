@@ -36,9 +36,9 @@ class FallbackEncoder(TransformersEncoder):
     def __init__(self, setup: MediaSetup, build: BuildContext) -> None:
         super().__init__(setup, build)
         self._call: FeatureCall = self.hf.feature_call
-        found = frozenset(name for name, _ in self.named_parameters())
+        names = frozenset(name for name, _ in self.named_parameters())
         renamings, _ = conversions(self.hf)
-        self.weight_map = RenamedWeights(found=found, renamings=renamings)
+        self.weight_map = RenamedWeights(found=names, renamings=renamings)
 
     @classmethod
     def create(cls, config: Any, dtype: torch.dtype) -> Any:

@@ -44,15 +44,15 @@ class Gemma4Video(ImageProcessor):
         from PIL import Image
 
         frames = [Image.fromarray(frame) for frame in video.frames]
-        made = self.images(images=frames, return_tensors="np", **self._frame)
+        pictures = self.images(images=frames, return_tensors="np", **self._frame)
         tokenize, config = self.tokenizer(), self.config
         tokens: list[int] = []
         embedded: list[bool] = []
         for number, index in enumerate(video.indices):
-            count = int(made["num_soft_tokens_per_image"][number])
+            count = int(pictures["num_soft_tokens_per_image"][number])
             minutes, seconds = divmod(int(index / video.fps), 60)
             before = tokenize(f"{' ' * bool(number)}{minutes:02d}:{seconds:02d} ")
             tokens += [*before, config.boi_token_id, *self.repeated(count), config.eoi_token_id]
             embedded += [*[False] * len(before), False, *[True] * count, False]
-        tensors = {name: made[name] for name in ("pixel_values", "image_position_ids")}
+        tensors = {name: pictures[name] for name in ("pixel_values", "image_position_ids")}
         return ProcessedMedia(tensors, tokens, embedded)

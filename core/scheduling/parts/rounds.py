@@ -3,7 +3,7 @@
 All engines run the same number of steps in a wave, step by step (rounds), each with rows or
 without. A round in which none has a token ends the wave: `steps_in_flight` rounds after it, since
 some may have planned as many by then. All see the same results, and so end with the same round;
-what comes later begins another wave, which the others are told of.
+what comes later begins another wave, of which the others are notified.
 """
 
 from __future__ import annotations

@@ -95,17 +95,17 @@ class Drafter:
         graphs, observed = self.graphs, None
         if graphs is not None and rests and graphs.launch_alone(plan):
             return None
-        if graphs is not None and (found := graphs.launch(plan, which)) is not None:
-            return found
+        if graphs is not None and (drafts := graphs.launch(plan, which)) is not None:
+            return drafts
         if self._observes:
             with self._guarded():
                 observed = self.observe(self.passes.rows(plan))
         if not slots or self._speculator is None:
             return None
         if graphs is not None:
-            found = graphs.launch_proposal(plan, which, observed)
-            if found is not None:
-                return found
+            drafts = graphs.launch_proposal(plan, which, observed)
+            if drafts is not None:
+                return drafts
         return self._proposed(self.passes.known(self.passes.proposal_rows(plan, which), observed))
 
     def scratch_drafts(self) -> RowDrafts | None:

@@ -212,14 +212,14 @@ class Speculation(WorkerPart):
     def sampled(self, plan: StepPlan, output: dict[str, torch.Tensor], rows: Sequence[int]) -> None:
         which = self._proposal_rows = self.proposal_rows(plan) if rows else []
         slots = [plan.slots[row] for row in which]
-        found = self.drafter.next_drafts(plan, which, rests=self._rests)
+        drafts = self.drafter.next_drafts(plan, which, rests=self._rests)
         if not which:
             return
         forced = forced_drafts(
             {} if self._masks is None else self._masks.take_forced(),
             plan, which, self._num_drafts, output.get("verdicts"), self._device,
         )  # fmt: skip
-        proposed = self._keep(slots, found, forced)
+        proposed = self._keep(slots, drafts, forced)
         if proposed is None:
             self._proposal_rows = []
             return

@@ -67,7 +67,7 @@ class Hostile(LLGuidance):
                 folder, until = Path(text.removeprefix("meet ")), time.monotonic() + 60
                 (folder / "begun").touch()
                 while not (folder / "go").exists():
-                    assert time.monotonic() < until, "nobody came"
+                    assert time.monotonic() < until, "no other came"
                     time.sleep(0.001)
                 return super().compile(REGEX)
         return super().compile(spec)
