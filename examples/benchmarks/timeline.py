@@ -203,13 +203,16 @@ def main(argv: list[str] | None = None) -> int:
         metavar="JSON",
         help="values in place of those of the model's config.json",
     )
+    parser.add_argument(
+        "--options", type=json.loads, default={}, metavar="JSON", help="of the engine, besides"
+    )
     parser.add_argument("--device", default="auto")
     add_output_options(parser)
     args = parser.parse_args(argv)
     if args.kernels and (args.device == "cpu" or not torch.cuda.is_available()):
         parser.error("--kernels: it lists those of a CUDA device; there is none, or --device cpu")
     sys.setswitchinterval(SWITCH_INTERVAL)
-    options: dict[str, Any] = {"device": args.device}
+    options: dict[str, Any] = {"device": args.device, **args.options}
     if args.ranks > 1:
         options["tensor_parallel_size"] = args.ranks
     if args.overrides:
@@ -228,8 +231,9 @@ def main(argv: list[str] | None = None) -> int:
     at = {"rows": args.rows, "prompt": args.prompt, "steps": args.steps, "streams": args.streams}
     if args.ranks > 1:
         at["ranks"] = args.ranks
-    if args.overrides:
-        at["overrides"] = args.overrides
+    for name in ("overrides", "options"):
+        if given := getattr(args, name):
+            at[name] = given
     emitter.emit({"workload": "timeline", "at": at, "measured": measured})
     print(table(list(measured.items()), ["what", "measured"]))
     return 0
