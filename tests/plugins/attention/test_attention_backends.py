@@ -7,7 +7,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import forked
 import msgspec
@@ -22,6 +22,7 @@ from jackfield.core.protocols.attention import AttentionBackend, AttentionSpec, 
 from jackfield.plugins.attention import torch as torch_backend
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.attention.triton import TritonAttention
+from jackfield.plugins.attention.triton_dense import DensePlans
 from jackfield.plugins.conformance.attention_cases import bound_layer
 from jackfield.plugins.conformance.paged import Batch, Sizes, dense_attention, make_batch
 
@@ -202,12 +203,18 @@ def test_triton_backend_without_a_gpu_or_without_triton_says_so():
 def test_long_fresh_rows_beside_others():
     """A row that takes torch's dense attention, between rows that cannot."""
     spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=128, scale=128**-0.5)
-    sizes = [(30, 1), (70, 40), (2200, 2200), (2100, 2050), (2048, 2048), (5, 5)]
+    sizes = [(30, 1), (70, 40), (2300, 2300), (2100, 2050), (2048, 2048), (5, 5)]
     device, dtype = torch.device("cuda"), torch.bfloat16
+    backend = cast(TritonAttention, make_backend(TritonAttention, device, dtype, 16))
+    backend.plans = DensePlans([spec], 2560, device, dtype)
+    while backend.prepare_ahead():
+        pass
     batch = make_batch(sizes, spec, 16, device, dtype)
-    backend = make_backend(TritonAttention, device, dtype, 16)
     runs = backend.build_metadata(batch.layout).runs
-    assert [(r.first_row, r.end_row, r.fresh) for r in runs] == [
-        (1, 2, False), (2, 3, True), (3, 4, False), (4, 5, True), (5, 6, False),
+    assert [(run.first_row, run.end_row, run.dense_length) for run in runs] == [
+        (1, 2, 0), (2, 3, 2560), (3, 4, 0), (4, 5, 2048), (5, 6, 0),
     ]  # fmt: skip
-    check(TritonAttention, sizes, spec, 16, device, dtype, 2.5e-2)
+    expected = dense_attention(spec, batch.rows)
+    torch.testing.assert_close(
+        attend(backend, spec, batch).float(), expected, atol=2.5e-2, rtol=2.5e-2
+    )
