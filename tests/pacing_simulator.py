@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--draws", type=int, default=8)
     parser.add_argument("--bursts", action="store_true", help="of prompts, beside streams")
     parser.add_argument("--ttft-target-ms", type=float, default=50.0)
-    parser.add_argument("--itl-target-ms", type=float, default=50.0)
+    parser.add_argument("--itl-target-ms", type=float, default=45.0)
     args = parser.parse_args(argv)
     first_tokens: list[float] = []
     gaps: list[float] = []

@@ -53,7 +53,7 @@ class SchedulingOptions(ModelOptions, frozen=True, kw_only=True):
             ge=0.0,
             le=1e6,
         ),
-    ] = 50.0
+    ] = 45.0
     scheduling_policy: Annotated[
         str, doc("Who goes first: fcfs, priority (lower value first), or a plugin's.")
     ] = "fcfs"

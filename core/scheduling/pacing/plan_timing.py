@@ -24,8 +24,14 @@ SHORT_STEP_SECONDS = 0.025
 """Planned duration of steps with prompts while others decode and few wait."""
 SHORT_STEP_TOKENS = 512
 """Fewest tokens of such a step, and their granularity."""
+STEP_UNIT = 128
+"""Granularity of steps that are as long as streams allow: recorded steps have no padding there."""
 FORGET = 0.02
 """Weight of a slower step than expected."""
+DECODE_SHARE, BESIDE_SHARE = 0.2, 0.1
+"""Weights of the last step of decode rows alone, and of the last one with prompts beside them."""
+BESIDE_TOKENS = 256
+"""Fewest prompt tokens of a step that tells what one costs."""
 HOST_RISES, HOST_FALLS = 0.5, 0.02
 """Weights of a longer and of a shorter host time than expected."""
 HOST_SPIKE = 4.0
@@ -41,6 +47,18 @@ class StepPace(NamedTuple):
     """Of steps with prompts."""
     short_step: int
     """Tokens per SHORT_STEP_SECONDS."""
+    decode_seconds: float = 0.0
+    """Of a step of the present decode rows alone."""
+    beside_seconds: float = 0.0
+    """Of each prompt token beside them, more than that; 0: unknown."""
+
+    def tokens_in(self, seconds: float) -> int:
+        """Return the tokens of a step with prompts and decode rows that takes so long."""
+        if self.beside_seconds:
+            count = (seconds - self.decode_seconds) / self.beside_seconds
+        else:
+            count = seconds / self.seconds_per_token
+        return max(SHORT_STEP_TOKENS, int(count / STEP_UNIT) * STEP_UNIT)
 
 
 @dataclass
@@ -58,6 +76,9 @@ class StepDurations:
         self._classes: dict[tuple[bool, bool, int], _Class] = {}
         self.seconds_per_token = 0.0
         """Of steps with prompts of some length; 0: unknown."""
+        self.decode_seconds = 0.0
+        self.beside_seconds = 0.0
+        """As in `StepPace`, but followed evenly: what streams are promised is no guess."""
 
     def add(self, plan: StepPlan, seconds: float) -> None:
         """Record a step's duration, unless its size is more than its tokens."""
@@ -66,6 +87,7 @@ class StepDurations:
         tokens = plan.total_tokens
         if tokens >= SHORT_STEP_TOKENS > len(plan.slots):
             self.seconds_per_token = _smooth(self.seconds_per_token, seconds / tokens)
+        self._add_decodes(plan, seconds)
         size_class = self._classes.get(_class(plan))
         if size_class is None:
             self._classes[_class(plan)] = _Class(seconds, tokens)
@@ -74,12 +96,27 @@ class StepDurations:
         size_class.seconds += weight * (seconds - size_class.seconds)
         size_class.tokens += weight * (tokens - size_class.tokens)
 
+    def _add_decodes(self, plan: StepPlan, seconds: float) -> None:
+        if not plan.num_tokens or plan.num_tokens[0] != 1:
+            return
+        prompts = plan.total_tokens - plan.num_tokens.count(1)
+        if not prompts:
+            self.decode_seconds = _follow(self.decode_seconds, seconds, DECODE_SHARE)
+        elif prompts >= BESIDE_TOKENS and seconds > self.decode_seconds:
+            each = (seconds - self.decode_seconds) / prompts
+            self.beside_seconds = _follow(self.beside_seconds, each, BESIDE_SHARE)
+
     def expected(self, plan: StepPlan) -> float:
         """Return a step's expected seconds; 0: unknown."""
         size_class = self._classes.get(_class(plan))
         if size_class is None:
             return 0.0
         return size_class.seconds * min(1.0, plan.total_tokens / max(size_class.tokens, 1.0))
+
+
+def _follow(average: float, measured: float, weight: float) -> float:
+    """0: unknown."""
+    return average + weight * (measured - average) if average else measured
 
 
 def _smooth(average: float, measured: float) -> float:
@@ -140,6 +177,8 @@ class PlanTiming:
             start=max(end, self._clock() + self._host_seconds),
             seconds_per_token=each,
             short_step=max(1, round(count)) * SHORT_STEP_TOKENS,
+            decode_seconds=self._durations.decode_seconds,
+            beside_seconds=self._durations.beside_seconds,
         )
 
     def failed(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ...request import Request
-from .plan_timing import SHORT_STEP_SECONDS, SHORT_STEP_TOKENS, StepPace
+from .plan_timing import SHORT_STEP_SECONDS, StepPace
 
 FEW_WAIT = 4
 """Beyond this many short steps of waiting tokens, steps have full length."""
@@ -92,7 +92,7 @@ class StepSizes:
             return StepSize(most)
         streams = bool(self._itl_target and (prompts or waiting)) and has_streams()
         if streams:
-            most = min(most, _tokens_in(self._itl_target, pace))
+            most = min(most, pace.tokens_in(self._itl_target))
         short = min(pace.short_step, most)
         num_waiting = 0
         for request in waiting:
@@ -149,12 +149,6 @@ class StepSizes:
             if queued > QUEUE_SHARE * target and not paused:
                 return True
         return False
-
-
-def _tokens_in(seconds: float, pace: StepPace) -> int:
-    """Return the tokens of a step that takes so long."""
-    count = int(seconds / pace.seconds_per_token / SHORT_STEP_TOKENS)
-    return max(1, count) * SHORT_STEP_TOKENS
 
 
 def _tokens_alone(lefts: Sequence[int], short_step: int) -> int:

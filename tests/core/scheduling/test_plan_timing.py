@@ -195,6 +195,29 @@ def test_steps_with_decode_rows_beside_prompts_are_timed_apart(clock: Clock) -> 
     assert ends == pytest.approx([0.002 + 0.012, 0.002 + 0.015])
 
 
+def test_tokens_beside_decode_rows_follow_what_those_rows_and_prompts_take(clock: Clock) -> None:
+    timing = PlanTiming(clock)
+    rows = StepPlan(step=1, slots=range(10), num_tokens=[1] * 10, samples=[True] * 10)
+    mixed = StepPlan(step=2, slots=range(11), num_tokens=[1] * 10 + [1000], samples=[True] * 11)
+
+    def tokens_in(seconds: float) -> int:
+        pace = timing.pace()
+        assert pace is not None
+        return pace.tokens_in(seconds)
+
+    run_step(timing, clock, mixed, 0.0, 0.040)
+    assert tokens_in(0.045) == 1024, "1,125 at 40 microseconds, in units"
+    for _ in range(60):
+        run_step(timing, clock, rows, 0.0, 0.015)
+        run_step(timing, clock, mixed, 0.0, 0.040)
+    assert tokens_in(0.045) == 1152, "1,200: 15 ms for decode rows, then 25 microseconds each"
+    assert tokens_in(0.020) == 512, "the least step"
+    for _ in range(60):
+        run_step(timing, clock, rows, 0.0, 0.015)
+        run_step(timing, clock, mixed, 0.0, 0.065)
+    assert tokens_in(0.045) == 512, "a slower device is followed, too"
+
+
 class StubScheduler:
     """Always has a step of 512 tokens to plan."""
 

@@ -248,7 +248,7 @@ def sizes_beside(kind: OutputKind, itl_target: float, waiting: int = 40) -> int:
 @pytest.mark.parametrize("kind", [OutputKind.DELTA, OutputKind.CUMULATIVE])
 def test_steps_beside_streams_are_as_long_as_their_next_tokens_may_take(kind: OutputKind) -> None:
     assert sizes_beside(kind, 0.0) > 8000
-    assert sizes_beside(kind, 2000.0) == 1536, "whole units of a step"
+    assert sizes_beside(kind, 2000.0) == 1920, "whole units of 128 tokens"
     assert sizes_beside(kind, 1.0) == 512, "at least one"
     assert sizes_beside(kind, 1e6) > 8000
 
