@@ -18,6 +18,7 @@ import httpx
 import pytest
 import torch
 from installing import install as install
+from installing import remember_entry_points
 from interpreter import quicken
 
 # httpx's default of 5 s is too short for a busy machine; only a hang should fail.
@@ -42,6 +43,7 @@ def _shared_context(*arguments: Any, **options: Any) -> ssl.SSLContext:
 
 _shared_context.__wrapped__ = _create_context  # type: ignore[attr-defined]
 ssl.create_default_context = _shared_context
+remember_entry_points()
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
