@@ -130,7 +130,7 @@ async def test_arguments_that_are_no_object_are_refused_where_they_are_constrain
 
 async def both(client: openai.AsyncOpenAI, **options: Any) -> dict[str, Any]:
     """The answer, streamed and not; they must be the same."""
-    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300, **options}
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 160, **options}
     first, stream = await asyncio.gather(
         client.chat.completions.create(**body),
         client.chat.completions.create(**body, stream=True),

@@ -209,10 +209,11 @@ def single() -> Iterator[Server]:
 
 
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("/v1/chat/completions", {"messages": CHAT, "temperature": 0, "max_tokens": 40}),
+    "chat": ("/v1/chat/completions", {"messages": CHAT, "temperature": 0, "max_tokens": 20}),
     "two answers with log-probabilities": (
         "/v1/chat/completions",
-        {"messages": CHAT, "n": 2, "seed": 5, "logprobs": True, "top_logprobs": 2},
+        {"messages": CHAT, "n": 2, "seed": 5, "logprobs": True, "top_logprobs": 2,
+         "max_tokens": 20},
     ),
     "tools": (
         "/v1/chat/completions",

@@ -302,18 +302,18 @@ async def test_an_engine_refuses_and_bounds_as_the_server_does() -> None:
 
 
 async def test_log_probabilities_of_running_requests_are_bounded_in_sum() -> None:
-    """Each may get 60 x 5 and 100 of its prompt; a request without any is let in always."""
+    """Each may get 20 x 5 and 100 of its prompt; a request without any is let in always."""
     from jackfield import EngineConfig, SamplingParams
     from jackfield.core.errors import EngineOverloaded
 
     options = EngineConfig(
         device="cpu", attention_backend="torch", max_model_len=128, num_gpu_blocks_override=50,
-        max_logprobs_per_request=400,
+        max_logprobs_per_request=200,
     )  # fmt: skip
     async with AsyncEngine(options) as engine:
 
         async def run(**params: Any) -> Any:
-            sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=60, **params)
+            sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=20, **params)
             async for output in engine.generate([5] * 50, sampling):
                 last = output
             return last
@@ -321,10 +321,10 @@ async def test_log_probabilities_of_running_requests_are_bounded_in_sum() -> Non
         async def run_all(count: int) -> list[Any]:
             runs = [run(logprobs=4, prompt_logprobs=1) for _ in range(count)]
             done = await asyncio.gather(*runs, run(), return_exceptions=True)
-            assert len(done.pop().outputs[0].token_ids) == 60
+            assert len(done.pop().outputs[0].token_ids) == 20
             return [each for each in done if isinstance(each, EngineOverloaded)]
 
-        for limit, refused in ((800, 1), (799, 2), (1, 2), (0, 0)):
+        for limit, refused in ((400, 1), (399, 2), (1, 2), (0, 0)):
             make_app(engine, ServerOptions(max_live_logprobs=limit))
             failures = await run_all(3)
             assert len(failures) == refused, limit

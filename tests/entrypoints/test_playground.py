@@ -78,8 +78,6 @@ def opened(browser: Browser, server: Server, ready: str) -> Iterator[Page]:
     try:
         first.shape(1280, 800)
         first.open(server.url)
-        first.value("localStorage.clear()")
-        first.open(server.url)
         first.until(ready)
         yield first
         elsewhere = [url for url in first.requests if not url.startswith((server.url, "data:"))]

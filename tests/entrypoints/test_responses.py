@@ -52,10 +52,10 @@ async def test_streaming_equals_not_streaming_for_every_seed(asynchronous: Any) 
         *(
             both(asynchronous, input="Once upon a time", temperature=1.2, max_output_tokens=40,
                  include=LOGPROBS, top_logprobs=seed % 3, extra_body={"seed": seed})
-            for seed in range(8)
+            for seed in range(4)
         )
     )  # fmt: skip
-    assert len({entry.output_text for entry in results}) > 4
+    assert len({entry.output_text for entry in results}) > 2
     for seed, entry in enumerate(results):
         assert entry.status in ("completed", "incomplete")
         assert (entry.status == "incomplete") == (entry.incomplete_details is not None)
@@ -187,7 +187,7 @@ async def test_a_schema_holds_for_every_seed(asynchronous: Any) -> None:
         *(
             both(asynchronous, input="A pair", text={"format": FORMAT}, temperature=1.5,
                  extra_body={"seed": seed})
-            for seed in range(8)
+            for seed in range(4)
         )
     )  # fmt: skip
     for item in results:
@@ -195,7 +195,7 @@ async def test_a_schema_holds_for_every_seed(asynchronous: Any) -> None:
         pair = json.loads(item.output_text)
         assert list(pair) == ["left", "right"] and pair["left"] in ("a", "b")
         assert type(pair["right"]) is int and pair["right"] <= 99
-    assert len({item.output_text for item in results}) > 2
+    assert len({item.output_text for item in results}) > 1
 
 
 def test_the_client_parses_and_streams_into_a_class(client: openai.OpenAI) -> None:
@@ -234,7 +234,7 @@ async def test_a_required_call_is_made_for_every_seed(
         *(
             both(asynchronous, input="3 and 4", tools=[ADD, COLOR], tool_choice=choice,
                  parallel_tool_calls=False, temperature=1.5, extra_body={"seed": seed})
-            for seed in range(6)
+            for seed in range(3)
         )
     )  # fmt: skip
     for item in results:

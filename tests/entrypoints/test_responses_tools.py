@@ -158,7 +158,7 @@ async def test_a_custom_tools_input_follows_its_format(
     for choice in ("required", {"type": "custom", "name": "apply"}):
         response = await both(
             client, input="Edit", tools=[custom(format=format)], tool_choice=choice,
-            temperature=0.8, extra_body={"seed": 4}, max_output_tokens=200,
+            temperature=0.8, extra_body={"seed": 4}, max_output_tokens=80,
         )  # fmt: skip
         call = response.output[-1]
         assert (call.type, call.name) == ("custom_tool_call", "apply")
