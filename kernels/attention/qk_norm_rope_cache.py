@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
-from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from ..pdl import gdc_wait, pdl_options
 from .quantized_tiles import (
     FLOATS,
     CacheArguments,
@@ -157,8 +157,8 @@ def _qk_norm_rope_cache_kernel(
     raw_first = tl.load(source + dim, mask=in_half, other=0.0)
     raw_second = tl.load(source + HALF + dim, mask=in_half, other=0.0)
     raw_rest = tl.load(source + tail, mask=in_rest, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
+    # What follows starts when all of this has ended: attention's long programs, started beside
+    # these, would crowd on some multiprocessors.
     dtype = qkv_ptr.dtype.element_ty
     in_cache = key_cache_ptr.dtype.element_ty
     cos = 1.0
