@@ -136,6 +136,10 @@ class BatchLayout:
     levels: CacheLevels | None = None
     """Given with `slots`, if tokens of caches move to levels (`AttentionBackend.leveled_cache`).
     Then `seq_lens` counts a block of a level as `block_size` tokens, as places in the cache do."""
+    shared_prefix: torch.Tensor | None = None
+    """[1] int32: as many leading tokens are in the same blocks in all rows of one token that come
+    first, padding apart, in layers that see all tokens; fewer than each of them has. None: it does
+    not matter (`PagedBackend.least_shared_prefix`)."""
 
     @classmethod
     def of(
@@ -155,6 +159,7 @@ class BatchLayout:
         slots: torch.Tensor | None = None,
         levels: CacheLevels | None = None,
         bounded: bool = False,
+        shared_prefix: torch.Tensor | None = None,
     ) -> BatchLayout:
         """Create a layout from the tensors and their twins. The only place that does.
 
@@ -183,6 +188,7 @@ class BatchLayout:
             group=group,
             slots=slots,
             levels=levels,
+            shared_prefix=shared_prefix,
         )
 
     @property

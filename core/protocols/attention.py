@@ -190,6 +190,12 @@ class PagedBackend(ABC):
         `mixed_graph_safe`."""
         return False
 
+    def least_shared_prefix(self, num_rows: int) -> int | None:
+        """Return from how many tokens on it pays that `num_rows` rows of one token each, whose
+        tables begin with the same blocks, read these once (`BatchLayout.shared_prefix`). None:
+        never; layouts then do not say what rows share."""
+        return None
+
     def prepare_ahead(self) -> bool:
         """Prepare one thing for later steps, on the thread that launches them, while no request
         waits; return whether more is left. A request that comes meanwhile waits for it."""

@@ -19,6 +19,7 @@ from ..nn.context import BatchLayout, CacheLevels
 from ..nn.operations import Operations
 from ..nn.step_operations.inputs import DecodeTensors, StepTensors
 from ..step import StepPlan
+from .shared_prefixes import SharedPrefixes
 from .slot_table import NO_WRITES, SlotTable
 
 STEPS_IN_FLIGHT = 2
@@ -96,6 +97,12 @@ class StepRows:
         return np.diff(self.query_start)
 
     @property
+    def decode_slots(self) -> tuple[int, ...]:
+        """The slots of the leading rows of one token."""
+        longer = np.flatnonzero(self.query_lens != 1)
+        return tuple(self.slots[: longer[0] if longer.size else None].tolist())
+
+    @property
     def seq_lens(self) -> np.ndarray:
         """[R] Cached tokens after the step."""
         return self.first_positions + self.query_lens
@@ -165,11 +172,12 @@ class PersistentBatch:
         num_drafts: int = 0,
         steps_in_flight: int = STEPS_IN_FLIGHT,
         max_tokens: int = 0,
+        prefixes: SharedPrefixes | None = None,
     ) -> None:
         """`max_tokens`: of a step. `num_groups`: of layers; each has a block table per slot.
         `compacts`: caches lose tokens. `levels`: to which tokens move. `has_sources`: layers attend
         to sources, too, of at most `source_tokens` (0: `max_model_len`). `num_drafts`: most per
-        row.
+        row. `prefixes`: None if it never matters what rows share.
         """
         self.device = device
         self.operations = operations or Operations()
@@ -180,6 +188,7 @@ class PersistentBatch:
         self.max_source_tokens = (source_tokens or max_model_len) if has_sources else 0
         self.num_drafts = num_drafts
         self.max_tokens = max_tokens
+        self.prefixes = prefixes
         self.table = SlotTable(
             num_slots=max_num_seqs,
             max_model_len=max_model_len,
@@ -227,6 +236,10 @@ class PersistentBatch:
         sample_slots = np.where(samples, slots, np.int32(self.scratch_slot)).astype(np.int32)
         return StepRows.of(slots, first_positions, counts, sample_slots)
 
+    def shared_prefix(self, slots: tuple[int, ...]) -> int:
+        """Return how many leading tokens rows of one token share that are to be read once."""
+        return 0 if self.prefixes is None else self.prefixes.tokens(slots)
+
     # ------------------------------------------------------------ from rows to tensors
 
     def apply(self, plan: StepPlan) -> StepInputs:
@@ -240,9 +253,10 @@ class PersistentBatch:
     ) -> StepInputs:
         """Send a step's rows, and the writes that precede them."""
         count = np.asarray([len(writes)], dtype=np.int32)
+        shared = self.shared_prefix(rows.decode_slots) if self.prefixes is not None else 0
         sent = self.upload([
             rows.query_start, rows.slots, rows.sample_slots, count, logits.rows, logits.tokens,
-            writes.reshape(-1),
+            writes.reshape(-1), np.asarray([shared], dtype=np.int32),
         ])  # fmt: skip
         if len(writes):
             self.operations.scatter(self.table.storage, sent[6].view(-1, 2), sent[3])
@@ -270,6 +284,7 @@ class PersistentBatch:
                 seq_lens,
                 slots=slots,
                 block_size=self.block_size,
+                shared_prefix=sent[7] if shared else None,
             ),
             source=self.source_layout(
                 slots, query_start, np.repeat(self.table.num_source[rows.slots], rows.query_lens)

@@ -269,6 +269,8 @@ class ModelRunner:
 
     def update_slots(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
         update_slots(self._per_slot, plan, in_process)
+        if self.batch.prefixes is not None:
+            self.batch.prefixes.follow(plan)
 
     def upload(self) -> None:
         for part in self._per_slot:

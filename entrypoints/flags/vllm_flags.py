@@ -62,7 +62,7 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--cudagraph-metrics": (0, _GRAPHS),
     "--data-parallel-supervisor-port": (1, _NO_SUPERVISOR),
     "--disable-async-output-proc": (0, _STEPS),
-    "--disable-cascade-attn": (0, "each request's attention is computed by itself"),
+    "--disable-cascade-attn": (0, "requests read what they share once where that is faster"),
     "--disable-chunked-mm-input": (0, _MEDIA_ROWS),
     "--disable-hybrid-kv-cache-manager": (0, "layers with windows need no cache of their own"),
     "--disable-nccl-for-dp-synchronization": (0, "engines take no steps for each other's sake"),

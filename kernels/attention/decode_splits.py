@@ -15,6 +15,7 @@ import triton.language as tl
 from ..pdl import gdc_launch_dependents, gdc_wait
 from ..tiles import prefetch_weight_l2
 from .reach import last_hidden
+from .shared_prefix import prefix_length
 
 MAX_SPLITS = 64
 MIN_SPLIT_TILES = 2
@@ -94,6 +95,7 @@ def _tiles_between(lower, upper, num_splits, BLOCK_N: tl.constexpr, MIN_TILES: t
 def _split_tiles(
     seq_len,
     width,
+    prefix,
     num_splits,
     BLOCK_N: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -101,17 +103,17 @@ def _split_tiles(
     CHUNK: tl.constexpr,
 ):
     """Return (first visible position, first tile, end tile, tiles per split) of a row's last
-    `width` tokens.
+    `width` tokens, after a prefix that is attended to elsewhere.
 
     Computed from the length on the device, so any number of splits is right for any length, and
     a captured graph serves every length.
     """
-    lower = _first_seen(seq_len - (width - 1), WINDOW, CHUNK)
+    lower = tl.maximum(_first_seen(seq_len - (width - 1), WINDOW, CHUNK), prefix)
     first, end, per_split = _tiles_between(lower, seq_len, num_splits, BLOCK_N, MIN_TILES)
     return lower, first, end, per_split
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["prefix_ptr"])
 def _join_kernel(
     out_ptr,
     partial_ptr,
@@ -119,6 +121,7 @@ def _join_kernel(
     seq_lens_ptr,
     query_start_ptr,
     sinks_ptr,
+    prefix_ptr,
     num_splits,
     width,
     stride_out_row,
@@ -128,6 +131,7 @@ def _join_kernel(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SINKS: tl.constexpr,
+    SHARED: tl.constexpr,
     MIXED: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -146,8 +150,9 @@ def _join_kernel(
         if tl.load(query_start_ptr + row + 1) != row + 1:
             return
     seq_len = tl.load(seq_lens_ptr + row // width)
+    prefix = prefix_length(prefix_ptr) if SHARED else 0
     _, first, end, per_split = _split_tiles(
-        seq_len, width, num_splits, BLOCK_N, MIN_TILES, WINDOW, CHUNK
+        seq_len, width, prefix, num_splits, BLOCK_N, MIN_TILES, WINDOW, CHUNK
     )
     offs_s = tl.arange(0, BLOCK_S)
     offs_d = tl.arange(0, BLOCK_D)

@@ -48,9 +48,13 @@ from .quantized_tiles import (
     widen_floats,
 )
 from .reach import last_hidden, reach_constants
+from .shared_prefix import PrefixSums, prefix_length, prefix_sums
 
 
-@triton.jit(do_not_specialize=["num_splits", "stride_table"])
+@triton.jit(
+    do_not_specialize=["prefix_num_splits", "num_splits", "stride_table"],
+    do_not_specialize_on_alignment=["prefix_ptr"],
+)
 def _decode_kernel(
     out_ptr,
     partial_ptr,
@@ -65,8 +69,12 @@ def _decode_kernel(
     query_start_ptr,
     slopes_ptr,
     sinks_ptr,
+    prefix_ptr,
+    prefix_partial_ptr,
+    prefix_lse_ptr,
     scale,
     value_scale,
+    prefix_num_splits,
     num_splits,
     width,
     stride_out_row,
@@ -87,6 +95,7 @@ def _decode_kernel(
     ALIBI: tl.constexpr,
     DISTANCES: tl.constexpr,
     SINKS: tl.constexpr,
+    SHARED: tl.constexpr,
     SPLIT: tl.constexpr,
     MIXED: tl.constexpr,
     SEVERAL: tl.constexpr,
@@ -102,7 +111,8 @@ def _decode_kernel(
     PDL: tl.constexpr,
 ):
     """One program per (row, kv head, split). SEVERAL: each row has `width` queries, its last
-    positions. Scores are in units of log2."""
+    positions. SHARED: a row's first split takes in the sums of the prefix. Scores are in units of
+    log2."""
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -114,8 +124,9 @@ def _decode_kernel(
         if tl.load(query_start_ptr + row + 1) != row + 1:
             return
     seq_len = tl.load(seq_lens_ptr + row)
+    prefix = prefix_length(prefix_ptr) if SHARED else 0
     lower, first, end, per_split = _split_tiles(
-        seq_len, width, num_splits, BLOCK_N, MIN_TILES, WINDOW, CHUNK
+        seq_len, width, prefix, num_splits, BLOCK_N, MIN_TILES, WINDOW, CHUNK
     )
     begin_tile = first + split * per_split
     end_tile = tl.minimum(begin_tile + per_split, end)
@@ -160,6 +171,12 @@ def _decode_kernel(
     if VALUE_BITS == 16:
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        if SHARED:
+            if split == 0:
+                acc, m, total = prefix_sums(
+                    prefix_partial_ptr, prefix_lse_ptr, prefix, token, head, used,
+                    prefix_num_splits, NUM_HEADS, HEAD_DIM, BLOCK_M, BLOCK_V,
+                )  # fmt: skip
         acc_high = acc
     else:
         parts = zero_parts(BLOCK_M, BLOCK_V // 2, VALUE_BITS)
@@ -281,6 +298,7 @@ def paged_attention_decode(
     cache_scales: tuple[float, float] = (1.0, 1.0),
     query_start: torch.Tensor | None = None,
     width: int = 1,
+    prefix: PrefixSums | None = None,
 ) -> torch.Tensor:
     """query: [num_rows * width, num_heads, head_dim], each row's last tokens → the same shape.
 
@@ -295,7 +313,9 @@ def paged_attention_decode(
     beyond a row's length, or before its window or chunks, are never read, and of floats no such
     position; codes of these positions in a row's own blocks are multiplied by zero. query_start:
     [at least num_rows + 1] int32; if given, width is 1, and only the leading rows with
-    query_start[row + 1] = row + 1 are computed. No host synchronisation; safe to capture.
+    query_start[row + 1] = row + 1 are computed. prefix: of `attend_prefix`, for rows of one token
+    without a window, chunks or biases over a cache of floats. No host synchronisation; safe to
+    capture.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_rows = num_tokens // width
@@ -316,6 +336,7 @@ def paged_attention_decode(
     block_n, num_warps, num_stages = config or decode_config(
         head_dim, query.dtype, num_rows * num_kv_heads, is_narrow(kv_cache)
     )
+    length, prefix_partial, prefix_lse, prefix_num_splits = prefix or (seq_lens, out, out, 1)
     partial = lse = out
     if num_splits > 1:
         needed = workspace_elements(num_tokens, num_heads, head_dim, num_splits)
@@ -341,8 +362,12 @@ def paged_attention_decode(
         seq_lens if query_start is None else query_start,
         next(part for part in (alibi_slopes, distance_bias, seq_lens) if part is not None),
         seq_lens if sinks is None else sinks,
+        length,
+        prefix_partial,
+        prefix_lse,
         scale * cache_scales[0],
         cache_scales[1],
+        prefix_num_splits,
         num_splits,
         width,
         out.stride(0),
@@ -360,6 +385,7 @@ def paged_attention_decode(
         ALIBI=alibi_slopes is not None,
         DISTANCES=0 if distance_bias is None else distance_bias.shape[1],
         SINKS=sinks is not None,
+        SHARED=prefix is not None,
         SPLIT=num_splits > 1,
         MIXED=query_start is not None,
         SEVERAL=width > 1,
@@ -383,6 +409,7 @@ def paged_attention_decode(
             seq_lens,
             seq_lens if query_start is None else query_start,
             seq_lens if sinks is None else sinks,
+            length,
             num_splits,
             width,
             out.stride(0),
@@ -391,6 +418,7 @@ def paged_attention_decode(
             HEAD_DIM=head_dim,
             **reach,
             SINKS=sinks is not None,
+            SHARED=prefix is not None,
             MIXED=query_start is not None,
             MIN_TILES=MIN_SPLIT_TILES,
             BLOCK_N=block_n,

@@ -35,7 +35,8 @@ try:
     from ...kernels.attention.fused_decode_attention import fits_registers, fused_decode_attention
     from ...kernels.attention.levels import LevelRows
     from ...kernels.attention.quantized_tiles import is_narrow
-    from .triton_call import LayerCall, layer_arguments
+    from ...kernels.attention.shared_prefix import PrefixSums, prefix_elements, prefix_splits
+    from .triton_call import LayerCall, layer_arguments, may_share, reads_prefix_once
 
     _MISSING = None
 except ImportError as error:
@@ -53,6 +54,11 @@ MAX_WIDE_GROUP = 64
 FUSED_PROGRAMS = 128
 """Most rows times kv heads of a fused decode launch: beyond, the plain kernel saves more than its
 launches cost."""
+LEAST_PREFIX = 256
+"""Fewest tokens that rows share for which these are read once."""
+PREFIX_BYTES = 64_000_000
+"""Keys and values of all rows' prefixes from which on reading them once pays, in a layer: what
+memory delivers while the launch for it runs."""
 INTERPRETER_SMS = 8
 """Multiprocessors assumed in the interpreter, so that it also splits small batches."""
 
@@ -76,6 +82,8 @@ class Workspace(NamedTuple):
     floats: torch.Tensor
     counters: torch.Tensor
     """[max_num_seqs * num_kv_heads] int32 zeros"""
+    prefix: torch.Tensor
+    """Sums of what rows share."""
 
 
 class TritonAttention(AttentionBackend):
@@ -146,6 +154,10 @@ class TritonAttention(AttentionBackend):
             self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.plans: DensePlans | None = None
         """None: dense attention is not used."""
+        specs = (spec for spec in setup.layers if isinstance(spec, AttentionSpec))
+        sizes = [spec.num_kv_heads * spec.head_dim for spec in specs if may_share(spec)]
+        self._token_bytes = 2 * setup.dtype.itemsize * max(sizes, default=0)
+        """Of keys and values in a layer that may read a shared prefix once; 0: there is none."""
         if device.type == "cuda" and setup.dtype != torch.float32:
             most = min(setup.max_num_batched_tokens, setup.max_model_len)
             self.plans = DensePlans(setup.layers, most, device, setup.dtype)
@@ -163,6 +175,12 @@ class TritonAttention(AttentionBackend):
     def prefers_launch(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> bool:
         """Prefer it for large steps of long prompts alone, which torch's dense attention takes."""
         return self.plans is not None and prefers_dense(query_lens, seq_lens, self.plans)
+
+    def least_shared_prefix(self, num_rows: int) -> int | None:
+        """Choose it where a layer reads `PREFIX_BYTES` less."""
+        if not self._token_bytes:
+            return None
+        return max(LEAST_PREFIX, PREFIX_BYTES // (num_rows * self._token_bytes))
 
     def prepare_ahead(self) -> bool:
         return self.plans is not None and self.plans.prepare_next()
@@ -198,7 +216,7 @@ class TritonAttention(AttentionBackend):
         if layout.mixed is not None:
             return self._attend_mixed(call, layout.mixed)
         if rows:
-            call.decode(rows, *self._splits(call, rows))
+            call.decode(rows, *self._splits(call, rows), prefix=self._prefix(call, rows))
         for run in metadata.runs:
             if run.is_dense(call.spec):
                 call.dense(run)
@@ -249,7 +267,10 @@ class TritonAttention(AttentionBackend):
         if not rows:
             return prompts()
         with self._beside(prompts):
-            call.decode(rows, *self._splits(call, rows), query_start=layout.query_start)
+            prefix = self._prefix(call, rows, mixed.bounds)
+            call.decode(
+                rows, *self._splits(call, rows), query_start=layout.query_start, prefix=prefix
+            )
 
     @contextlib.contextmanager
     def _beside(self, work: Callable[[], None]) -> Iterator[None]:
@@ -289,6 +310,8 @@ class TritonAttention(AttentionBackend):
         if isinstance(kv_cache, QuantizedCache) and not rotates_all:
             return None
         if rows * spec.num_kv_heads > FUSED_PROGRAMS:
+            return None
+        if reads_prefix_once(spec, kv_cache, layout):
             return None
         if not fits_registers(spec.num_heads // spec.num_kv_heads, spec.head_dim, qkv.dtype):
             return None
@@ -348,6 +371,21 @@ class TritonAttention(AttentionBackend):
             rows, spec.num_kv_heads, spec.head_dim, dtype, longest, self.num_sms, narrow
         )
 
+    def _prefix(
+        self, call: LayerCall, rows: int, bounds: torch.Tensor | None = None
+    ) -> PrefixSums | None:
+        """Attend to what the first `rows` rows share, or bounds[0] of them; None: each reads it."""
+        if not reads_prefix_once(call.spec, call.kv_cache, call.layout):
+            return None
+        num_splits = self._prefix_splits(call.spec, rows, call.query.dtype)
+        workspace = self._workspace(call.spec, call.query.dtype).prefix
+        return call.shared_prefix(rows, num_splits, workspace, bounds)
+
+    def _prefix_splits(self, spec: AttentionSpec, rows: int, dtype: torch.dtype) -> int:
+        return prefix_splits(
+            rows, spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype, self.num_sms
+        )
+
     def _wide_splits(self, call: LayerCall, width: int) -> int:
         """Return into how many splits rows of `width` tokens divide their keys; 1: prompts' kernel
         serves them as well, or has the registers that they need."""
@@ -379,9 +417,14 @@ class TritonAttention(AttentionBackend):
             needed = max(workspace_elements(rows, *sizes, number) for rows, number in splits)
             needed *= WORKSPACE_TOKENS
             counters = self.max_num_seqs * spec.num_kv_heads
+            shared = max(
+                prefix_elements(rows, *sizes, self._prefix_splits(spec, rows, dtype))
+                for rows in range(1, self.max_num_seqs + 1)
+            )
             workspace = Workspace(
                 torch.empty(needed, dtype=torch.float32, device=self.device),
                 torch.zeros(counters, dtype=torch.int32, device=self.device),
+                torch.empty(shared, dtype=torch.float32, device=self.device),
             )
             self._workspaces[shape] = workspace
         return workspace

@@ -12,6 +12,7 @@ from ...core.protocols.attention import AttentionSpec
 from ...kernels.attention.leveled_attention import leveled_attention
 from ...kernels.attention.paged_attention_decode import paged_attention_decode
 from ...kernels.attention.paged_attention_prefill import paged_attention_prefill
+from ...kernels.attention.shared_prefix import MAX_PREFIX_HEAD_DIM, PrefixSums, attend_prefix
 from .triton_dense import Run, causal_attention
 
 
@@ -53,6 +54,18 @@ class LayerCall(NamedTuple):
             width=width, **more,
         )  # fmt: skip
 
+    def shared_prefix(
+        self, rows: int, num_splits: int, workspace: torch.Tensor, bounds: torch.Tensor | None
+    ) -> PrefixSums:
+        """Attend to the prefix of the first `rows` rows, or of bounds[0] of them."""
+        assert self.layout.shared_prefix is not None, "rows share a prefix"
+        assert isinstance(self.kv_cache, torch.Tensor), "codes are read by each row"
+        return attend_prefix(
+            self.query[:rows], self.kv_cache, self.layout.block_table, self.layout.shared_prefix,
+            scale=self.spec.scale, soft_cap=self.spec.soft_cap, key_scale=self.spec.key_scale,
+            num_splits=num_splits, workspace=workspace, bounds=bounds,
+        )  # fmt: skip
+
     def prefill(self, max_query_len: int, *, end_row: int | None = None, **more: Any) -> None:
         """Compute rows of any lengths, before `end_row`, by the prefill kernel."""
         paged_attention_prefill(
@@ -79,6 +92,24 @@ class LayerCall(NamedTuple):
         self.out[run.tokens] = causal_attention(
             query, key, value, self.spec.scale, run.dense_length
         )
+
+
+def may_share(spec: AttentionSpec) -> bool:
+    """Return whether decode rows may read once what they share: in no layer where that depends on
+    the distance."""
+    return (
+        spec.reach is None
+        and spec.alibi_slopes is None
+        and not spec.distance_bias
+        and spec.head_dim <= MAX_PREFIX_HEAD_DIM
+    )
+
+
+def reads_prefix_once(spec: AttentionSpec, kv_cache: KVCache, layout: BatchLayout) -> bool:
+    """Return whether a layer's decode rows read once what they share in this step."""
+    return (
+        layout.shared_prefix is not None and may_share(spec) and isinstance(kv_cache, torch.Tensor)
+    )
 
 
 def layer_arguments(spec: AttentionSpec) -> dict[str, Any]:

@@ -31,6 +31,9 @@ class InvariantTritonAttention(TritonAttention):
     def prefers_launch(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> bool:
         return False
 
+    def least_shared_prefix(self, num_rows: int) -> None:
+        return None
+
     def prepare_ahead(self) -> bool:
         return False
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from ...step import StepPlan
 from ..batch import LogitPlaces, PersistentBatch, StepInputs
 from ..sampling.sampler import Sampler
 from ..slot_table import NO_WRITES
-from .endings import Ending, count_run, row_counts, sample_rows
+from .endings import Ending, count_run, row_counts, sample_rows, shared_row_counts
 from .recorder import Losses, Recorder, Replay
 from .static_numbers import StaticNumbers
 from .written_tokens import WrittenTokens
@@ -30,6 +31,19 @@ logger = logging.getLogger("jackfield.worker")
 PADDING_COST = 1 / 1024
 """Time of a row of padding, in steps, roughly: a graph is recorded after some forty steps with a
 hundred rows of padding."""
+HEADER = 4
+"""Numbers after those of rows: of writes, and of tokens that rows share."""
+SHARED_COST = 1 / 8
+"""What a step loses, in steps, roughly, if each row reads a prefix that all rows share."""
+
+
+class DecodeKey(NamedTuple):
+    """What a graph is recorded for."""
+
+    rows: int
+    ending: Ending
+    shared: bool = False
+    """Whether rows read once what they share (`BatchLayout.shared_prefix`)."""
 
 
 class DecodeGraphs:
@@ -53,6 +67,7 @@ class DecodeGraphs:
         besides `outputs`.
         """
         max_num_seqs = batch.num_slots
+        self._batch = batch
         self._forward, self._logits = forward, logits
         self._sampler = sampler
         self._record = record
@@ -60,7 +75,10 @@ class DecodeGraphs:
         self._kinds = endings
         self._counts = row_counts(max_num_seqs)
         self._errors, self._in_traffic = errors, in_traffic
-        self._replays: dict[tuple[int, Ending], Replay] = {}
+        self._shared_counts = [] if batch.prefixes is None else shared_row_counts(max_num_seqs)
+        self._shared_endings: list[Ending] = []
+        """Those of steps whose rows shared a prefix, which are recorded in spare time as well."""
+        self._replays: dict[DecodeKey, Replay] = {}
         self._losses = Losses()
         self._inputs = DecodeInputs(batch, operations, max_num_seqs)
         device = batch.device
@@ -74,18 +92,21 @@ class DecodeGraphs:
         their memory."""
         self.num_recorded = 0
 
-    def missing(self) -> list[tuple[int, Ending]]:
-        """Return (rows, ending) to record.
+    def missing(self) -> list[DecodeKey]:
+        """Return what to record.
 
-        The largest first, as they share memory, then by halves, then the rest; logits last.
+        The largest first, as they share memory, then by halves, then the rest; logits last, and
+        what rows share if any did.
         """
         endings = [ending for ending in self._kinds if ending.samples]
         others = [ending for ending in self._kinds if not ending.samples]
         halves = [n for n in self._counts if n.bit_count() == 1 or n == self._counts[-1]][::-1]
         rest = [n for n in reversed(self._counts) if n not in halves]
-        kinds = [(n, ending) for part in (halves, rest) for ending in endings for n in part]
-        kinds += [(n, ending) for ending in others for n in halves + rest]
-        return [kind for kind in kinds if kind not in self._replays]
+        keys = [DecodeKey(n, ending) for part in (halves, rest) for ending in endings for n in part]
+        keys += [DecodeKey(n, ending) for ending in others for n in halves + rest]
+        for ending in self._shared_endings:
+            keys += [DecodeKey(n, ending, shared=True) for n in reversed(self._shared_counts)]
+        return [key for key in keys if key not in self._replays]
 
     @staticmethod
     def is_decode_step(plan: StepPlan) -> bool:
@@ -104,10 +125,11 @@ class DecodeGraphs:
         Returns False, unchanged, for other steps, or without a graph. Records for logits that were
         not recorded in spare time, and what was missed most: that takes several steps' time.
         """
-        rows = self._recorded_rows(len(plan.slots), ending)
-        if rows is None or not self._inputs.fill(plan, rows):
+        shared = self._batch.shared_prefix(plan.slots)
+        key = self._recorded(len(plan.slots), ending, shared)
+        if key is None or not self._inputs.fill(plan, key.rows, shared if key.shared else 0):
             return False
-        self._replays[rows, ending]()
+        self._replays[key]()
         count_run(ending, self._written)
         return True
 
@@ -116,70 +138,87 @@ class DecodeGraphs:
         slots, lengths = self._sampling_inputs[self._inputs.rows]
         return slots[:num_rows], lengths[:num_rows]
 
-    def _recorded_rows(self, num_rows: int, ending: Ending) -> int | None:
-        """Return the rows of the graph that serves a step with least padding, recording one if
-        enough was lost."""
-        best = next(n for n in self._counts if n >= num_rows)
-        able = (n for n in self._counts if n >= best and (n, ending) in self._replays)
-        rows = next(able, None)
-        if rows is None and not ending.samples:
-            self.record(best, ending)
+    def _recorded(self, num_rows: int, ending: Ending, shared: int) -> DecodeKey | None:
+        """Return the graph that serves a step with least padding, recording one if enough was
+        lost. shared: tokens that rows share."""
+        if shared:
+            if ending not in self._shared_endings:
+                self._shared_endings.append(ending)
+            rows = next(n for n in self._shared_counts if n >= num_rows)
+            best = DecodeKey(rows, ending, shared=True)
+            key = self._serving(best, self._shared_counts, SHARED_COST)
+            if key is not None:
+                return key
+        best = DecodeKey(next(n for n in self._counts if n >= num_rows), ending)
+        key = self._serving(best, self._counts, best.rows * PADDING_COST)
+        if key is None and not ending.samples:
+            self.record(*best)
             return best
-        padding = best if rows is None else rows - best
-        if not padding or not self._in_traffic:
-            return rows
-        if not self._losses.is_due((best, ending), padding * PADDING_COST):
-            return rows
+        return key
+
+    def _serving(self, best: DecodeKey, counts: Sequence[int], cost: float) -> DecodeKey | None:
+        """Return `best` or the next larger graph, recording it if enough was lost by padding, or
+        by what a step without any of these costs."""
+        able = (best._replace(rows=n) for n in counts if n >= best.rows)
+        key = next((each for each in able if each in self._replays), None)
+        lost = cost if key is None else (key.rows - best.rows) * PADDING_COST
+        if not lost or not self._in_traffic or not self._losses.is_due(best, lost):
+            return key
         try:
-            self.record(best, ending)
+            self.record(*best)
         except self._errors:
-            logger.warning("a step of %d rows cannot be recorded; a larger one serves it", best,
-                           exc_info=True)  # fmt: skip
-            return rows
+            logger.warning("%s cannot be recorded; another serves it", best, exc_info=True)
+            return key
         return best
 
-    def record(self, rows: int, ending: Ending) -> None:
+    def record(self, rows: int, ending: Ending, shared: bool = False) -> None:
         began = time.monotonic()
+        key = DecodeKey(rows, ending, shared)
         self._inputs.fill_scratch(rows)
-        if not self._is_ready(rows, ending):
-            self._run_once(rows, ending)
+        if not self._is_ready(key):
+            self._run_once(key)
         try:
-            replay = self._record(lambda: self._step(rows, ending))
+            replay = self._record(lambda: self._step(key))
         except RuntimeError:
-            logger.debug("a step of %d rows has to run first", rows, exc_info=True)
-            self._run_once(rows, ending)
-            replay = self._record(lambda: self._step(rows, ending))
-        self._replays[rows, ending] = replay
+            logger.debug("%s has to run first", key, exc_info=True)
+            self._run_once(key)
+            replay = self._record(lambda: self._step(key))
+        self._replays[key] = replay
         self.num_recorded += 1
-        logger.debug("recorded a step of %d rows in %.3f s", rows, time.monotonic() - began)
+        logger.debug("recorded %s in %.3f s", key, time.monotonic() - began)
 
     @property
     def row_counts(self) -> list[int]:
         """Return the numbers of rows that are recorded."""
-        return [n for n in self._counts if (n, Ending.PLAIN) in self._replays]
+        return [n for n in self._counts if DecodeKey(n, Ending.PLAIN) in self._replays]
 
     def run_scratch(self, rows: int) -> None:
         """Replay a step of the scratch slot alone."""
         self._inputs.fill_scratch(rows)
-        self._replays[rows, Ending.PLAIN]()
+        self._replays[DecodeKey(rows, Ending.PLAIN)]()
         count_run(Ending.PLAIN, self._written)
 
-    def _run_once(self, rows: int, ending: Ending) -> None:
-        self._step(rows, ending)
-        count_run(ending, self._written)
+    def _run_once(self, key: DecodeKey) -> None:
+        self._step(key)
+        count_run(key.ending, self._written)
 
-    def _is_ready(self, rows: int, ending: Ending) -> bool:
+    def _is_ready(self, key: DecodeKey) -> bool:
         """Whether a step's launches all ran before, so that kernels are compiled and workspaces
         allocated: its rows with another ending, and vice versa.
         """
-        return any(n == rows for n, _ in self._replays) and any(
-            other is ending for _, other in self._replays
-        )
+        return any(
+            (each.rows, each.shared) == (key.rows, key.shared) for each in self._replays
+        ) and any(each.ending is key.ending for each in self._replays)
 
     def precompile(self, rows: int) -> None:
         """Run a step of `rows` rows while kernels are only compiled."""
+        self._precompile(rows, shared=False)
+        if rows in self._shared_counts:
+            self._precompile(rows, shared=True)
+
+    def _precompile(self, rows: int, *, shared: bool) -> None:
         self._inputs.fill_scratch(rows)
-        inputs = self._inputs.expand(rows)
+        inputs = self._inputs.expand(rows, shared)
         # Written by kernels that did not run, but memory addresses that torch would dereference.
         for places in (
             inputs.input_ids, inputs.positions, inputs.sample_slots, inputs.sample_lengths,
@@ -193,18 +232,16 @@ class DecodeGraphs:
             logits = self._logits(hidden, ending, _places(inputs))
             self._sample(ending, logits, inputs)
 
-    def _step(self, rows: int, ending: Ending) -> None:
-        self._finish(self._inputs.expand(rows), rows, ending)
-
-    def _finish(self, inputs: StepInputs, rows: int, ending: Ending) -> None:
-        logits = self._logits(self._forward(inputs), ending, _places(inputs))
-        if ending.samples:
-            self._sample(ending, logits, inputs)
+    def _step(self, key: DecodeKey) -> None:
+        inputs = self._inputs.expand(key.rows, key.shared)
+        logits = self._logits(self._forward(inputs), key.ending, _places(inputs))
+        if key.ending.samples:
+            self._sample(key.ending, logits, inputs)
             return
         if not self.logits.numel():
             self.logits = logits.new_empty(self._counts[-1], logits.shape[1])
-        self.logits[:rows].copy_(logits)
-        self._sampling_inputs[rows] = inputs.sample_slots, inputs.sample_lengths
+        self.logits[: key.rows].copy_(logits)
+        self._sampling_inputs[key.rows] = inputs.sample_slots, inputs.sample_lengths
 
     def _sample(self, ending: Ending, logits: torch.Tensor, inputs: StepInputs) -> None:
         slots, lengths = inputs.sample_slots, inputs.sample_lengths
@@ -216,8 +253,8 @@ def _places(inputs: StepInputs) -> LogitPlaces:
 
 
 class DecodeInputs:
-    """Static input of decode graphs: each row's slot and new block; with several groups or drafts,
-    block table writes instead.
+    """Static input of decode graphs: each row's slot and new block, or with several groups or
+    drafts block table writes instead; and what rows share.
     """
 
     def __init__(self, batch: PersistentBatch, operations: Operations, max_rows: int) -> None:
@@ -227,15 +264,14 @@ class DecodeInputs:
         # by a length that the host only bounds.
         listed = batch.num_groups > 1 or batch.num_drafts > 0
         self._most_writes = 2 * batch.num_groups * max_rows if listed else 0
-        size = 2 * max_rows + (4 + 2 * self._most_writes if self._most_writes else 0)
-        self._numbers = StaticNumbers(batch, size)
+        self._numbers = StaticNumbers(batch, 2 * max_rows + HEADER + 2 * self._most_writes)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=batch.device)
         self._query_start_cpu = np.arange(max_rows + 1, dtype=np.int32)
         self.rows = max_rows
         """Of the last step, with padding."""
         self._row_of_slot = np.zeros(batch.num_slots + 1, dtype=np.int32)
 
-    def fill(self, plan: StepPlan, rows: int) -> bool:
+    def fill(self, plan: StepPlan, rows: int, shared_prefix: int = 0) -> bool:
         """Send a step's rows; False, unchanged, if a row gets another block than its new token's,
         or another slot gets any.
         """
@@ -261,7 +297,7 @@ class DecodeInputs:
                 numbers[rows + row] = write.block_ids[0]
         table.length_bounds[slots[:num_rows]] += 1
         numbers[:rows] = table.take_rows(slots)
-        self._send(rows, numbers, writes)
+        self._send(rows, numbers, writes, shared_prefix)
         return True
 
     def fill_scratch(self, rows: int) -> None:
@@ -271,20 +307,25 @@ class DecodeInputs:
         self._batch.table.forget_rows()
         self._send(rows, numbers)
 
-    def _send(self, rows: int, numbers: np.ndarray, writes: np.ndarray = NO_WRITES) -> None:
+    def _send(
+        self,
+        rows: int,
+        numbers: np.ndarray,
+        writes: np.ndarray = NO_WRITES,
+        shared_prefix: int = 0,
+    ) -> None:
         self.rows = rows
-        if self._most_writes:
-            count = np.asarray([len(writes), 0, 0, 0], dtype=np.int32)
-            numbers = np.concatenate([numbers, count, writes.reshape(-1)])
-        self._numbers.send(numbers)
+        header = np.asarray([len(writes), shared_prefix, 0, 0], dtype=np.int32)
+        self._numbers.send(np.concatenate([numbers, header, writes.reshape(-1)]))
 
-    def expand(self, rows: int) -> StepInputs:
-        """Compute the inputs of forward pass and sampler on the device."""
+    def expand(self, rows: int, shared: bool = False) -> StepInputs:
+        """Compute the inputs of forward pass and sampler on the device. shared: rows read once what
+        they share."""
         batch, table = self._batch, self._batch.table
+        header = self._numbers.array[2 * rows :]
         if self._most_writes:
-            count, _, writes = self._numbers.array[2 * rows :].tensor_split((1, 4))
-            writes = writes[: 2 * self._most_writes].view(-1, 2)
-            self._operations.scatter(table.storage, writes, count)
+            writes = header[HEADER : HEADER + 2 * self._most_writes].view(-1, 2)
+            self._operations.scatter(table.storage, writes, header[:1])
         inputs = self._operations.decode_inputs(
             self._numbers.array[: 2 * rows].view(2, rows),
             table.lengths,
@@ -309,6 +350,7 @@ class DecodeInputs:
                 self._query_start_cpu[: rows + 1],
                 np.full(rows, batch.max_model_len, dtype=np.int32),
                 slots=inputs.slots,
+                shared_prefix=header[1:2] if shared else None,
             ),
             source=batch.source_layout(slots, self._query_start, batch.source_bounds(rows)),
             logit_tokens=self._query_start[:rows],

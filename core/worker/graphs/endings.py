@@ -33,6 +33,14 @@ def row_counts(max_num_seqs: int) -> list[int]:
     return [n for n in counts if n < max_num_seqs] + [max_num_seqs]
 
 
+def shared_row_counts(max_num_seqs: int) -> list[int]:
+    """Return numbers of rows to record where rows share a prefix: few, as traffic waits for these
+    recordings."""
+    return [
+        n for n in row_counts(max_num_seqs) if n in (8, 16, 32) or not n % 64 or n == max_num_seqs
+    ]
+
+
 def sample_rows(
     sampler: Sampler,
     ending: Ending,

@@ -61,6 +61,7 @@ class MixedInputs:
         self._sample_slots = array[2 * stride : 3 * stride]
         self._bounds = array[3 * stride : 3 * stride + 2]
         self._num_writes = array[3 * stride + 2 : 3 * stride + 3]
+        self._shared_prefix = array[3 * stride + 3 : header]
         self._writes = array[header:].view(-1, 2)
         self._header = header
         self.key = MixedKey(0, 0)
@@ -89,8 +90,9 @@ class MixedInputs:
             starts[end] = starts[end - 1] + min(padding, batch.max_model_len)
             padding -= batch.max_model_len
         starts[end + 1 :] = key.tokens
-        bounds = host[3 * stride : 3 * stride + 3]
-        bounds[:] = shape.decode_rows, end - shape.decode_rows, len(writes)
+        shared = batch.shared_prefix(tuple(rows.slots[: shape.decode_rows].tolist()))
+        numbers = host[3 * stride : self._header]
+        numbers[:] = shape.decode_rows, end - shape.decode_rows, len(writes), shared
         if len(writes):
             host[self._header :] = writes.reshape(-1)
         self._device_array[:size].copy_(staging[:size], non_blocking=True)
@@ -113,6 +115,8 @@ class MixedInputs:
         tensors = batch.step_tensors(
             query_start, self._slots[:num_rows], self._sample_slots[:num_rows], key.tokens
         )
+        # One graph for all steps: beside a prompt, the launch for what rows share costs nothing.
+        shares = key.decode_rows > 1 and batch.prefixes is not None
         return StepInputs(
             input_ids=tensors.input_ids,
             positions=tensors.positions,
@@ -125,6 +129,7 @@ class MixedInputs:
                 max_query_len=key.tokens,
                 slots=self._slots[:num_rows],
                 mixed=MixedRows(self._bounds, key.decode_rows, key.prompt_rows),
+                shared_prefix=self._shared_prefix if shares else None,
             ),
             source=batch.source_layout(
                 self._slots[:num_rows], query_start, batch.source_bounds(key.tokens)

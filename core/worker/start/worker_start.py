@@ -60,6 +60,7 @@ from ..selection import (
     invariance_refusal,
     keys_and_values,
 )
+from ..shared_prefixes import SharedPrefixes
 from .attention import ChosenBackend, choose_attention
 from .cache_room import CacheRoom
 from .parts import start_parts
@@ -262,7 +263,10 @@ class WorkerStart:
                 if isinstance(module, Rotary):
                     module.fill(positions)
         backend = self._backend(chosen, length, config.max_num_seqs, specs)
-        batch = self._batch(operations, length, num_groups=len(groups), **sizes)
+        prefixes = None
+        if config.enable_prefix_caching and not formats.quantized and not sizes.get("compacts"):
+            prefixes = self._shared_prefixes(backend, groups, length)
+        batch = self._batch(operations, length, num_groups=len(groups), prefixes=prefixes, **sizes)
         runner: ModelRunner | PoolingRunner
         if self.model_config.pooling is not None:
             runner = self._pooling_runner(model, backend, batch, starts)
@@ -409,6 +413,25 @@ class WorkerStart:
             steps_in_flight=self._steps_in_flight,
             max_tokens=self._max_num_batched_tokens,
             **sizes,
+        )
+
+    def _shared_prefixes(
+        self,
+        backend: PagedBackend,
+        groups: Sequence[CacheGroup],
+        max_model_len: int,
+    ) -> SharedPrefixes | None:
+        """Return what follows the prefixes of rows; None: nothing reads them once."""
+        most_rows = self.config.max_num_seqs
+        whole = [number for number, group in enumerate(groups) if group.reach is None]
+        if not whole or backend.least_shared_prefix(most_rows) is None:
+            return None
+        return SharedPrefixes(
+            num_slots=most_rows,
+            max_model_len=max_model_len,
+            block_size=self.config.block_size,
+            groups=whole,
+            least_tokens=backend.least_shared_prefix,
         )
 
     def _pooling_runner(

@@ -22,6 +22,11 @@ from ....kernels.attention.norm_heads import norm_heads
 from ....kernels.attention.paged_attention_decode import paged_attention_decode
 from ....kernels.attention.paged_attention_prefill import paged_attention_prefill
 from ....kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
+from ....kernels.attention.shared_prefix import (
+    attend_prefix,
+    prefix_elements,
+    prefix_splits,
+)
 from ....kernels.linear.gemv import gemv
 from ....kernels.linear.small_m_matmul import (
     MAX_TILES,
@@ -59,6 +64,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     decode: tuple[tuple[int, int], ...]
     """(rows, context) of decode attention."""
     fused: tuple[tuple[int, int], ...]
+    prefixes: tuple[tuple[int, int], ...]
+    """(rows, tokens that they share)."""
     prefill: tuple[tuple[int, int], ...]
     """(rows, prompt) of prefill attention."""
 
@@ -75,12 +82,13 @@ QWEN3_8B = Sizes(
     hidden=4096, intermediate=12288, num_heads=32, num_kv_heads=8, head_dim=128, vocab=151936,
     tokens=(256, 2048, 8192), rows=(1, 64, 256),
     decode=((256, 850), (64, 4096), (32, 16384)), fused=((1, 256), (8, 1024), (16, 4096)),
-    prefill=((8, 1024), (2, 4096), (1, 16384)),
+    prefixes=((16, 8192), (64, 2048), (256, 2048)), prefill=((8, 1024), (2, 4096), (1, 16384)),
 )  # fmt: skip
 TINY = Sizes(
     hidden=128, intermediate=256, num_heads=4, num_kv_heads=2, head_dim=16, vocab=300,
     tokens=(1, 2, 5), rows=(1, 2, 3), decode=((1, 20), (2, 33), (3, 40)),
-    fused=((1, 20), (2, 33), (3, 40)), prefill=((1, 9), (2, 17), (1, 40)),
+    fused=((1, 20), (2, 33), (3, 40)), prefixes=((2, 64), (3, 130), (4, 200)),
+    prefill=((1, 9), (2, 17), (1, 40)),
 )  # fmt: skip
 
 
@@ -115,6 +123,8 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
         yield maker.fused_decode(rows, context)
     for rows, context in sizes.decode:
         yield maker.decode(rows, context)
+    for rows, shared in sizes.prefixes:
+        yield maker.prefix(rows, shared)
     for rows, prompt in sizes.prefill:
         yield maker.prefill(rows, prompt)
     for rows in sizes.rows:
@@ -290,6 +300,29 @@ class _Maker(Maker):
         moved = rows * (context * s.kv + 2 * s.num_heads * s.head_dim) * self.item
         return Case(kernel="paged_attention_decode", shape=f"{rows} rows of {context}", bytes=moved,
                     make=make)  # fmt: skip
+
+    def prefix(self, rows: int, shared: int) -> Case:
+        s = self.sizes
+        splits = prefix_splits(
+            rows, s.num_heads, s.num_kv_heads, s.head_dim, self.dtype, self.num_sms
+        )
+        floats = prefix_elements(rows, s.num_heads, s.head_dim, splits)
+
+        def make() -> Work:
+            cache, table, lengths = self.paged(1, shared)
+            query = self.random(rows, s.num_heads, s.head_dim)
+            workspace = torch.empty(floats, device=self.device)
+            scale = 1 / math.sqrt(s.head_dim)
+            return lambda: attend_prefix(
+                query, cache, table, lengths, scale=scale, num_splits=splits, workspace=workspace
+            )
+
+        queries = rows * s.num_heads * s.head_dim
+        return Case(
+            kernel="attend_prefix", shape=f"{rows} rows of {shared}",
+            bytes=(shared * s.kv + queries) * self.item + 4 * rows * s.num_heads * (s.head_dim + 1),
+            flops=4 * queries * shared, make=make,
+        )  # fmt: skip
 
     def fused_decode(self, rows: int, context: int) -> Case:
         s = self.sizes

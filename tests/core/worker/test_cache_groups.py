@@ -23,6 +23,7 @@ from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.request import Request
 from jackfield.core.scheduling.scheduler import Scheduler
 from jackfield.core.step import StepResult
+from jackfield.core.worker.graphs.decode_graphs import DecodeKey
 from jackfield.core.worker.graphs.endings import Ending
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
@@ -309,7 +310,7 @@ async def test_a_recorded_step_of_one_group_launches_nothing_more(
         def step() -> dict[str, int]:
             graphs._inputs.fill_scratch(4)
             CountingOperations.calls.clear()
-            graphs._step(4, Ending.PLAIN)
+            graphs._step(DecodeKey(4, Ending.PLAIN))
             return dict(CountingOperations.calls)
 
         assert await executor._thread.call(step) == calls

@@ -19,6 +19,7 @@ from jackfield.core.nn.operations import Operations
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.step import Ping
 from jackfield.core.worker.graphs import decode_graphs
+from jackfield.core.worker.graphs.decode_graphs import DecodeKey
 from jackfield.core.worker.graphs.endings import Ending, row_counts
 from jackfield.core.worker.sampled import Sampled
 from jackfield.core.worker.worker import Worker
@@ -344,11 +345,12 @@ async def test_larger_graphs_serve_until_enough_is_lost(
         assert graphs._in_traffic
         graphs._in_traffic = in_traffic
         plain, replay = Ending.PLAIN, lambda: None
-        graphs._replays = {(1, plain): replay, (16, plain): replay}
+        graphs._replays = {DecodeKey(1, plain): replay, DecodeKey(16, plain): replay}
 
         @torch.inference_mode()
         def serving(*counts: int) -> list[int | None]:
-            return [graphs._recorded_rows(n, plain) for n in counts]
+            keys = [graphs._recorded(n, plain, 0) for n in counts]
+            return [None if key is None else key.rows for key in keys]
 
         async def serve(*counts: int) -> list[int | None]:
             return await executor._thread.call(partial(serving, *counts))
@@ -363,7 +365,7 @@ async def test_larger_graphs_serve_until_enough_is_lost(
             [1, 16, 16, None], [1, 16, 16, 24], [1, 4, 16, 24], [1, 4, 16, 24]
         ]  # fmt: skip
         assert graphs.num_recorded == before + 2
-        assert [rows for rows, ending in graphs.missing() if ending is plain] == [8, 2]
+        assert [key.rows for key in graphs.missing() if key.ending is plain] == [8, 2]
 
         attempts = 0
 

@@ -12,7 +12,7 @@ from launches import Launches
 from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.nn.operations import Operations
 from jackfield.core.step import StepPlan, TableWrite
-from jackfield.core.worker.graphs.decode_graphs import DecodeInputs
+from jackfield.core.worker.graphs.decode_graphs import HEADER, DecodeInputs, DecodeKey
 from jackfield.core.worker.graphs.endings import Ending
 from jackfield.core.worker.start.step_graphs import StepGraphs
 from jackfield.core.worker.start.warmup import Warmup
@@ -64,11 +64,12 @@ async def test_recorded_steps_launch_these_kernels_and_no_more(
         @torch.inference_mode()
         def steps() -> tuple[dict[str, int], ...]:
             graphs: Any = StepGraphs(worker.runner, lambda function: function, 8, worker.ranks)
-            graphs.decode.record(4, Ending.PLAIN)
+            key = DecodeKey(4, Ending.PLAIN)
+            graphs.decode.record(*key)
             smallest = graphs.mixed._smallest()
             graphs.mixed._run_once(smallest)
             return (
-                counted(lambda: graphs.decode._step(4, Ending.PLAIN)),
+                counted(lambda: graphs.decode._step(key)),
                 counted(lambda: graphs.mixed._step(smallest)),
             )
 
@@ -90,7 +91,7 @@ async def test_recorded_steps_launch_these_kernels_and_no_more(
         # The states are the last layer's input and its heads.
         "index_select": 2, "foreach_copy": 2,
     }  # fmt: skip
-    assert num_sent == [2 * 4] * 3, "the third step has the numbers of the second"
+    assert num_sent == [2 * 4 + HEADER] * 3, "the third step has the numbers of the second"
 
 
 def numbers_sent(batch: Any) -> list[int]:

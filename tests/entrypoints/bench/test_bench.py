@@ -108,17 +108,17 @@ def test_kernels_are_timed_beside_their_floors(tmp_path: Path) -> None:
     names = [
         "rms_norm", "silu_mul", "gelu_mul", "decode_inputs", "sample_gumbel", "quantize_rows",
         "delta_rule", "selective_scan", "ssd_scan", "delta_net_step", "mamba2_step",
-        "index_inputs", "index_scores", "index_choice",
+        "index_inputs", "index_scores", "index_choice", "attend_prefix",
     ]  # fmt: skip
     options = ["--device", "cpu", "--repeats", "1", "--output", str(out)]
     assert run(["kernels", *names, *options]) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {line["workload"] for line in lines} == set(names) and len(lines) == 37
+    assert {line["workload"] for line in lines} == set(names) and len(lines) == 40
     for line in lines:
         assert line["measured"]["us"] > line["floor"]["us"] > 0
     assert run(["kernels", "no_such_kernel", *options]) != 0
     assert run(["kernels", "paged_attention_decode", *options]) == 0
-    shapes = [json.loads(line)["at"]["shape"] for line in out.read_text().splitlines()[37:]]
+    shapes = [json.loads(line)["at"]["shape"] for line in out.read_text().splitlines()[40:]]
     formats = [shape.partition(", ")[2] for shape in shapes if ", " in shape]
     assert formats == ["float32", "fp8", "int8", "int8_int4", "int4"]
 

@@ -10,6 +10,7 @@ from jackfield.kernels.attention import (
     paged_attention_decode,
     paged_attention_prefill,
     qk_norm_rope_cache,
+    shared_prefix,
 )
 from jackfield.kernels.attention.levels import level_constants
 
@@ -38,6 +39,7 @@ COMMON = {
     "NORM_LAST": False,
     "DISTANCES": 0,
     "SINKS": False,
+    "SHARED": False,
     "MIXED": False,
     "SEVERAL": False,
     "UNIFORM": False,
@@ -169,6 +171,25 @@ KERNELS = [
         paged_attention_decode._decode_kernel,
         {**COMMON, **DECODE, **MORE, "SPLIT": False, "PDL": True},
         4,
+    ),
+    # Rows that share a prefix.
+    *(
+        (
+            paged_attention_decode._decode_kernel,
+            {**COMMON, **DECODE, "SPLIT": split, "SHARED": True, "PDL": True},
+            4,
+        )
+        for split in (False, True)
+    ),
+    (decode_splits._join_kernel, {**COMMON, **DECODE, "SHARED": True, "PDL": True}, 4),
+    *(
+        (
+            shared_prefix._prefix_kernel,
+            {**COMMON, **DECODE, "BLOCK_M": 64, "PDL": True},
+            4,
+            *types,
+        )
+        for types in ((), (FP8_CACHE,))
     ),
     # Rows of 5 and of 13 tokens.
     *(

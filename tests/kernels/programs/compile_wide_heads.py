@@ -27,7 +27,7 @@ HEAD_DIM, GROUP, NUM_KV_HEADS = 512, 8, 2
 HEADS = {
     "HEAD_DIM": HEAD_DIM, "GROUP": GROUP, "NUM_KV_HEADS": NUM_KV_HEADS,
     "NUM_HEADS": GROUP * NUM_KV_HEADS, "BLOCK_SIZE": 16, "WINDOW": 0, "CHUNK": 0, "SOFT_CAP": 0.0,
-    "ALIBI": False, "DISTANCES": 0, "SINKS": False, "MIXED": False,
+    "ALIBI": False, "DISTANCES": 0, "SINKS": False, "SHARED": False, "MIXED": False,
 }  # fmt: skip
 DECODE = {"MIN_TILES": 2, "BLOCK_M": 16, "BLOCK_D": HEAD_DIM, "SPLIT": True, "PDL": True}
 FUSED = {
