@@ -47,7 +47,7 @@ def requests(count: int = 6, seed: int = 0) -> list[tuple[list[int], SamplingPar
         part = [draw.randrange(3, VOCAB) for _ in range(1 + draw.randrange(12) * (number % 4))]
         prompt = (shared if number % 3 == 0 else []) + part
         sampled = {"temperature": 0.9, "seed": number} if number % 3 == 1 else {}
-        made.append((prompt, greedy(**sampled)))
+        made.append((prompt, greedy(max_tokens=14, **sampled)))
     return made
 
 

@@ -109,7 +109,7 @@ async def test_random_traffic_gives_each_request_its_adapters_tokens(
 ) -> None:
     """Two of four adapters at once, few blocks, prompts that have much in common."""
     draw = random.Random(3)
-    jobs = [(prompt, draw.choice([None, "a", "b", "c", "d"])) for prompt in prompts(1, 30)]
+    jobs = [(prompt, draw.choice([None, "a", "b", "c", "d"])) for prompt in prompts(1, 20)]
     config = EngineConfig(
         model=str(folder), **{**SETTINGS, "num_gpu_blocks_override": 12, "max_num_seqs": 6}
     )

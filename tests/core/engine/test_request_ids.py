@@ -147,7 +147,7 @@ def test_any_traffic_under_colliding_names_ends_and_leaves_nothing_in_use(
         engine.core.scheduler.check_invariants()
 
     @settings(
-        max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+        max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
     )
     @given(actions)
     def traffic(moves: list[tuple[str, str, int, int]]) -> None:

@@ -182,8 +182,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_requests_together_get_the_tokens_of_each_alone(checkpoint: Path) -> None:
     """Blocks for some of the requests only, so that they are preempted, too."""
     config = config_of(checkpoint, device="cpu", operations="torch", attention_backend="torch")
-    streams, different = await check_traffic(config, clients=16, requests=60)
-    assert streams >= 60 and different <= max(1, NEAR_TIES * streams)
+    streams, different = await check_traffic(config, clients=16, requests=40)
+    assert streams >= 40 and different <= max(1, NEAR_TIES * streams)
 
 
 async def test_another_token_is_no_near_tie(checkpoint: Path) -> None:

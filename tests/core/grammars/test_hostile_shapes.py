@@ -36,9 +36,9 @@ def outcomes(backend: str, seed: int, *rest: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("scale", SCALES)
 def test_hostile_shapes_are_served_or_refused(scale: tuple[int, ...]) -> None:
     """Few of them, and llguidance's process starts in a moment; the rest is tried nightly."""
-    lines = outcomes("llguidance", 7, 30, *scale)
+    lines = outcomes("llguidance", 3, 12, *scale)
     refusals = [line["refusal"] for line in lines if line["refusal"] is not None]
-    assert all(refusals) and 5 < len(refusals) < 25
+    assert all(refusals) and 5 < len(refusals) < 12
     limited = [refusal for refusal in refusals if "max_grammar_references" in refusal]
     crashed = [refusal for refusal in refusals if "crashes" in refusal]
     if scale:

@@ -119,9 +119,9 @@ def idle(engine: AsyncEngine | EngineCore) -> bool:
 
 
 ASKED: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0, "max_tokens": 20},
-    "seed": {"seed": 7, "max_tokens": 20, "temperature": 1.5},
-    "several": {"n": 3, "seed": 7, "max_tokens": 12, "temperature": 1.5},
+    "greedy": {"temperature": 0, "max_tokens": 10},
+    "seed": {"seed": 7, "max_tokens": 10, "temperature": 1.5},
+    "several": {"n": 3, "seed": 7, "max_tokens": 6, "temperature": 1.5},
     "stop string": {"temperature": 0, "stop": ("=",), "max_tokens": 40},
     "stop string shown": {"temperature": 0, "stop": ("=",), "include_stop_str_in_output": True},
     "stop token": {"temperature": 0, "stop_token_ids": tuple(range(20, 300)), "min_tokens": 3},

@@ -126,7 +126,8 @@ async def test_preemption_and_prefix_hits_do_not_change_a_structured_output() ->
         SamplingParams(structured_outputs=LINES, max_tokens=120, seed=seed) for seed in range(4)
     ]
     async with AsyncEngine(config()) as engine:
-        alone = [await ask(engine, params, prompt) for params in sampling]
+        alone = [await ask(engine, sampling[0], prompt)]
+        alone += await asyncio.gather(*(ask(engine, params, prompt) for params in sampling[1:]))
         assert engine.stats().prefix_cache_hits > 0
     async with AsyncEngine(
         config(num_gpu_blocks_override=40, enable_prefix_caching=False)

@@ -307,7 +307,7 @@ def test_kv_compression_drops_the_same_tokens(checkpoint: Path, options: dict[st
     assert expected[1] and asyncio.run(serve(2)) == expected
 
 
-@pytest.mark.parametrize("policy", ["key_norm", "snap_kv"])
+@pytest.mark.parametrize("policy", [pytest.param("key_norm", marks=pytest.mark.slow), "snap_kv"])
 def test_windows_are_compacted_on_two_ranks(policy: str, tmp_path: Path) -> None:
     """Of Gemma 3's tables, each rank shifts those of windows, and moves its heads of the others."""
     folder = make_checkpoint("gemma3", tmp_path)

@@ -31,6 +31,8 @@ from jackfield.plugins.speculators.medusa import Medusa
 from helpers import COMMON, VOCAB, interpreted, make_checkpoint
 
 SIZE = COMMON["hidden_size"]
+DRAFTS = 2
+"""Of a row. Passes of each number up to it are recorded, in the interpreter."""
 ASKED = [
     ([7, 8] * 4, greedy(max_tokens=24)),
     ([30 + n for n in range(31)], greedy(max_tokens=15)),
@@ -178,7 +180,7 @@ MADE: dict[str, Callable[[Path], tuple[Path, dict[str, Any]]]] = {
 
 
 def settings(target: Path, speculative: dict[str, Any], **more: Any) -> Any:
-    speculative = {"num_speculative_tokens": 3, "adaptive_width": False, **speculative}
+    speculative = {"num_speculative_tokens": DRAFTS, "adaptive_width": False, **speculative}
     sizes: dict[str, Any] = {
         "attention_backend": "triton", "max_model_len": 48, "max_num_seqs": 3,
         "max_num_batched_tokens": 16, "block_size": 8, "num_gpu_blocks_override": 40, **more,
@@ -230,7 +232,7 @@ async def test_recorded_passes_propose_what_launched_ones_do(
     assert all(launched[known] == replayed[known] for known in common)
     widths = TapedExecutor.replays
     assert widths[0] > 0, "beside prompts"
-    assert method == "medusa" or widths[4] > 1, "rows with as many drafts"
+    assert method == "medusa" or widths[DRAFTS + 1] > 1, "rows with as many drafts"
 
 
 @interpreted
@@ -238,7 +240,7 @@ async def test_a_model_whose_drafts_rest_reads_on(tmp_path: Path) -> None:
     """With two rows drafts are not wanted: its pass over the tokens is one graph then, so that its
     cache is whole, and all its drafts are right, once one row is left."""
     target, speculative = draft_model(tmp_path)
-    speculative["num_speculative_tokens_per_batch_size"] = [[1, 1, 3], [2, 9, 0]]
+    speculative["num_speculative_tokens_per_batch_size"] = [[1, 1, DRAFTS], [2, 9, 0]]
     asked = [([7, 8, 9], greedy(max_tokens=40)), ([5] * 6, greedy(max_tokens=26))]
     config = settings(target, speculative, executor="taped")
     served, stats = await serve(config, asked, plugins_with(load_plugins()))
@@ -350,4 +352,4 @@ async def test_graphs_propose_what_launched_passes_do(
     assert alike >= 0.97 * len(common) > 100, (alike, len(common))
     widths = RecordedExecutor.replays
     assert widths[0] > 0, "beside prompts"
-    assert method == "medusa" or widths[4] > 1, "rows with as many drafts"
+    assert method == "medusa" or widths[DRAFTS + 1] > 1, "rows with as many drafts"
