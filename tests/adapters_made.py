@@ -1,4 +1,7 @@
-"""Random adapters that PEFT itself makes, and PEFT's own results with them."""
+"""Random adapters that PEFT itself makes, and PEFT's own results with them.
+
+PEFT is imported where it is called: every process collects the tests, and the import takes 4 s.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from safetensors.torch import save_file
 
@@ -27,6 +29,8 @@ def make_adapter(
     fields of `peft.LoraConfig`; spread: deviation of the trained numbers from the untrained ones.
     Nothing that is trained has the value that training begins with.
     """
+    import peft
+
     base = reference_model(model) if isinstance(model, Path) else model
     settings = {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", **settings}
     with warnings.catch_warnings():
@@ -47,6 +51,8 @@ def make_adapter(
 
 def adapted_model(model: Path, adapter: Path) -> Any:
     """Return PEFT's float32 model of a checkpoint with an adapter that was saved."""
+    import peft
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return peft.PeftModel.from_pretrained(reference_model(model), adapter).eval()

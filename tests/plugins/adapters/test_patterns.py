@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from peft.utils.other import get_pattern_key
 
 from jackfield.core.errors import ConfigError
 from jackfield.plugins.adapters import patterns as patterns_module
@@ -62,6 +61,8 @@ def test_an_expression_matches_as_in_python(expression: str, name: str) -> None:
 @example([r"layers\.[0]\..*q_proj"], "layers.0.a.q_proj")
 @example(["1.q_proj", "q_proj"], "a.1.q_proj")
 def test_the_first_key_that_matches_is_that_of_peft(keys: list[str], name: str) -> None:
+    from peft.utils.other import get_pattern_key  # Late: every process collects this file.
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
