@@ -186,6 +186,35 @@ def expected(made: Made, name: str) -> tuple[int, list[int]]:
     return count, out[0, count:].tolist()
 
 
+@torch.no_grad()
+def shown(
+    made: Made,
+    text: str,
+    pixels: Any,
+    frames: tuple[torch.Tensor, Any],
+    seconds: float,
+    **more: Any,
+) -> tuple[int, list[int]]:
+    """The number of tokens of a prompt with a picture and a video, and what follows.
+
+    text: with the video's tokens; frames: patches and their grid; seconds: from one pair of frames
+    to the next.
+    """
+    count = int(pixels["image_grid_thw"].prod()) // 4
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(made.folder)
+    inputs = tokenizer(
+        text.replace("<|image_pad|>", "<|image_pad|>" * count), return_tensors="pt",
+        add_special_tokens=False,
+    )  # fmt: skip
+    out = made.model.generate(
+        **inputs, pixel_values=pixels["pixel_values"], pixel_values_videos=frames[0],
+        image_grid_thw=pixels["image_grid_thw"], video_grid_thw=torch.tensor([frames[1]]),
+        video_second_per_grid=torch.tensor([seconds]), max_new_tokens=10, do_sample=False, **more,
+    )  # fmt: skip
+    size = inputs["input_ids"].shape[1]
+    return size, out[0, size:].tolist()
+
+
 async def test_videos_beside_pictures(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions go on behind the frames, which are seconds apart."""
     monkeypatch.setattr(OmniVideo, "least_pixels", 1024)
@@ -195,28 +224,16 @@ async def test_videos_beside_pictures(made: Made, monkeypatch: pytest.MonkeyPatc
     images: Any = AutoImageProcessor.from_pretrained(made.folder, backend="pil")
     pixels = images(images=[picture(9)], return_tensors="pt")
     patches, grid = pairs(images, np.concatenate([frames, frames[-1:]]))
-    count = int(pixels["image_grid_thw"].prod()) // 4
     prompt = f"Watch <|vision_start|><|video_pad|><|vision_end|>, {SEEN}!"
     text = prompt.replace("<|video_pad|>", "<|video_pad|>" * (grid[0] * 2))
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(made.folder)
-    inputs = tokenizer(
-        text.replace("<|image_pad|>", "<|image_pad|>" * count), return_tensors="pt",
-        add_special_tokens=False,
-    )  # fmt: skip
-    with torch.no_grad():
-        out = made.model.generate(
-            **inputs, pixel_values=pixels["pixel_values"], pixel_values_videos=patches,
-            image_grid_thw=pixels["image_grid_thw"], video_grid_thw=torch.tensor([grid]),
-            video_second_per_grid=torch.tensor([0.4]), max_new_tokens=10, do_sample=False,
-        )  # fmt: skip
+    theirs = shown(made, text, pixels, (patches, grid), 0.4)
     media = {"video": (frames, 5.0), "image": picture(9)}
     params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
     async with AsyncEngine(config_of(made)) as engine:
         asked: Any = {"prompt": prompt, "multi_modal_data": media}
         output = [each async for each in engine.generate(asked, params)][-1]
     assert output.error is None
-    assert len(output.prompt_token_ids) == inputs["input_ids"].shape[1]
-    assert list(output.outputs[0].token_ids) == out[0, inputs["input_ids"].shape[1] :].tolist()
+    assert (len(output.prompt_token_ids), list(output.outputs[0].token_ids)) == theirs
 
 
 def movie(frames: np.ndarray, samples: np.ndarray | None) -> bytes:
@@ -261,8 +278,6 @@ async def test_the_sound_of_a_video(made: Made, monkeypatch: pytest.MonkeyPatch)
     side = 2 * made.model.config.vision_config.patch_size
     images: Any = AutoImageProcessor.from_pretrained(made.folder, backend="pil")
     pixels = images(images=[picture(9)], return_tensors="pt")
-    count = int(pixels["image_grid_thw"].prod()) // 4
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(made.folder)
     extractor = transformers.AutoFeatureExtractor.from_pretrained(made.folder)
     rows_of = means_of_two if made.omni.kind == "Qwen2_5Omni" else in_seconds
     prompt = f"Watch <|vision_start|><|video_pad|><|vision_end|>, {SEEN}!"
@@ -289,24 +304,15 @@ async def test_the_sound_of_a_video(made: Made, monkeypatch: pytest.MonkeyPatch)
             mask = features["attention_mask"]
             patches, grid = pairs(images, frames)
             text = prompt.replace("<|video_pad|>", written(made, grid, rows_of(int(mask.sum()))))
-            inputs = tokenizer(
-                text.replace("<|image_pad|>", "<|image_pad|>" * count), return_tensors="pt",
-                add_special_tokens=False,
+            theirs = shown(
+                made, text, pixels, (patches, grid), 2.0, use_audio_in_video=True,
+                input_features=features["input_features"], feature_attention_mask=mask,
             )  # fmt: skip
-            with torch.no_grad():
-                out = made.model.generate(
-                    **inputs, pixel_values=pixels["pixel_values"], pixel_values_videos=patches,
-                    image_grid_thw=pixels["image_grid_thw"], video_grid_thw=torch.tensor([grid]),
-                    video_second_per_grid=torch.tensor([2.0]), use_audio_in_video=True,
-                    input_features=features["input_features"], feature_attention_mask=mask,
-                    max_new_tokens=10, do_sample=False,
-                )  # fmt: skip
-            size = inputs["input_ids"].shape[1]
             heard = {"mm_processor_kwargs": {"use_audio_in_video": True}}
             data = movie(frames, samples)
-            assert await said(data, **heard) == (size, out[0, size:].tolist())
+            assert await said(data, **heard) == theirs
             silent = await said(movie(frames, None))
-            assert silent[0] < size
+            assert silent[0] < theirs[0]
             assert await said(data) == silent == await said(movie(frames, None), **heard)
         with pytest.raises(InvalidRequest, match="use_audio_in_video: must be true or false"):
             await said(data, mm_processor_kwargs={"use_audio_in_video": 1})
