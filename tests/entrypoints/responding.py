@@ -163,5 +163,5 @@ async def both(client: openai.AsyncOpenAI, **options: Any) -> Any:
 async def polled(client: openai.AsyncOpenAI, id: str) -> Any:
     async with asyncio.timeout(300):
         while (response := await client.responses.retrieve(id)).status in ("queued", "in_progress"):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
     return response

@@ -181,14 +181,14 @@ class Server:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(300)
 
     def becomes(self, condition: Callable[[AsyncEngine], bool], seconds: float = 240) -> bool:
-        """Whether `condition` comes true in time; looked at once each turn of the loop."""
+        """Whether `condition` comes true in time; looked at every millisecond."""
 
         async def watch(engine: AsyncEngine) -> bool:
             deadline = self._loop.time() + seconds
             while not condition(engine):
                 if self._loop.time() > deadline:
                     return False
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.001)
             return True
 
         return bool(self.call(watch))

@@ -381,11 +381,11 @@ def test_a_request_is_moved_once(
             signal_to(engine, 0, signal.SIGSTOP)
         kill(engine, 1)
         while pool(engine).router.num_requests != [2, 0]:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         process = pool(engine).members[0].process
         assert process is not None
         while accepted and process.calls._waiting:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         signal_to(engine, 0, signal.SIGSTOP)
         await streams[1].aclose()
         assert pool(engine).router.num_requests == [1, 0]

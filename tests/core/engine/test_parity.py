@@ -16,7 +16,7 @@ from jackfield.core.cache.groups import sequence_blocks
 
 from helpers import CONFIGS, VOCAB, at_once, greedy_reference, make_checkpoint, reference_model
 
-OUTPUT = 12
+OUTPUT = 8
 
 
 def prompts(seed: int = 3) -> list[list[int]]:

@@ -174,7 +174,7 @@ def test_a_device_without_room_is_never_slower(num_rows: int, token: float) -> N
     assert traffic.run(1000 * plain) >= 0.98 * without
 
 
-@pytest.mark.parametrize("num_rows", [16, 256])
+@pytest.mark.parametrize("num_rows", [16, pytest.param(256, marks=pytest.mark.slow)])
 def test_the_search_for_drafts_that_never_pay_rests(num_rows: int) -> None:
     """It may take as long as a tenth of a step, and more than 98 % of the speed is left."""
     device = Device(token=0.0003, search=0.1 * max(0.004, 0.0003 * num_rows))

@@ -1189,7 +1189,7 @@ MACHINES = (
 )
 for machine in MACHINES:
     machine.TestCase.settings = settings(
-        max_examples=25,
+        max_examples=16,
         stateful_step_count=50,
         deadline=None,
         suppress_health_check=list(HealthCheck),

@@ -269,7 +269,7 @@ async def test_more_requests_run_at_once_in_the_same_bytes(folder: Path) -> None
         async with AsyncEngine(config(folder, num_gpu_blocks_override=80, **options)) as engine:
             jobs = await queued(engine, *(ask(engine, each, 40) for each in prompts))
             while not all(job.done() for job in jobs):
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.001)
                 most = max(most, engine.stats().num_requests_running)
             results = await asyncio.gather(*jobs)
             stats = engine.stats()
