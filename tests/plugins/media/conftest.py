@@ -18,6 +18,9 @@ OF_THE_ENGINE = (
     "test_the_prefix_cache_knows_pictures_by_content",
 )
 PROMPTS = "test_each_prompt_says_what_transformers_says"
+RECORDED = "test_recorded_encodings_give_what_launched_ones_give"
+AS_ANOTHER = ("DeepseekOCRForCausalLM", "Phi4MMForCausalLM")
+"""Large towers that DeepSeek-OCR 2 and Phi 4 by its other name have, too."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,4 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
         if (name in OF_THE_ENGINE and not by_day) or (
             name == PROMPTS and cases == ("few" if by_day else "all")
         ):
+            item.add_marker(pytest.mark.slow)
+        if name == RECORDED and getattr(item.cls, "family", None) in AS_ANOTHER:
             item.add_marker(pytest.mark.slow)
