@@ -37,7 +37,9 @@ def greedy(**more: Any) -> SamplingParams:
     return SamplingParams(**{**options, **more})
 
 
-def requests(count: int = 6, seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
+def requests(
+    count: int = 6, seed: int = 0, max_tokens: int = 14
+) -> list[tuple[list[int], SamplingParams]]:
     """Greedy and sampled ones; prompts of many lengths, some longer than a step, some with a
     beginning in common."""
     draw = random.Random(seed)
@@ -47,7 +49,7 @@ def requests(count: int = 6, seed: int = 0) -> list[tuple[list[int], SamplingPar
         part = [draw.randrange(3, VOCAB) for _ in range(1 + draw.randrange(12) * (number % 4))]
         prompt = (shared if number % 3 == 0 else []) + part
         sampled = {"temperature": 0.9, "seed": number} if number % 3 == 1 else {}
-        made.append((prompt, greedy(max_tokens=14, **sampled)))
+        made.append((prompt, greedy(max_tokens=max_tokens, **sampled)))
     return made
 
 

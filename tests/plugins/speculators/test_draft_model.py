@@ -111,7 +111,7 @@ async def test_another_model_drafts_what_it_would_say(
             return None
         return greedy_reference(model, known, count)[0]
 
-    asked = requests(8)
+    asked = requests(8, max_tokens=24)  # So many that few blocks are too few.
     stats = await check_drafts(
         folders(name), drafting(small), reference, asked=asked, num_gpu_blocks_override=blocks
     )
