@@ -49,6 +49,20 @@ def prefetch_l2(ptrs, BYTES: tl.constexpr):
 
 
 @triton.jit
+def prefetch_l2_some(ptrs, mask, BYTES: tl.constexpr):
+    """As `prefetch_l2`, of the ptrs in the mask."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred %chosen; setp.ne.u32 %chosen, $2, 0;"
+        " @%chosen cp.async.bulk.prefetch.L2.global [$1], " + BYTES + "; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [ptrs, mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def prefetch_weight_l2(weight_ptr, num_bytes, number, count):
     """Start copying the first bytes of a weight to the L2 cache, as program `number` of `count`."""
     weight_ptr = weight_ptr.to(tl.pointer_type(tl.int8))

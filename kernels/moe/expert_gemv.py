@@ -25,7 +25,7 @@ from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait
 from ..quant.dequant_tile import dequant_tile, load_scale, load_zero, part_column
 from ..quant.quantized_weight import Weight, even_tile, values_of
-from ..tiles import load_tile, prefetch_l2
+from ..tiles import load_tile, prefetch_l2, prefetch_l2_some
 from .slots import slots_product, store_slots
 
 
@@ -115,11 +115,11 @@ def _expert_gemv_kernel(
         ids = tl.load(experts_ptr + target * COUNT + place, cache_modifier=".cg")
         rows = tl.minimum(tl.maximum(ids, 0), E - 1).to(tl.int64) * ROWS
         rows += tile_n * BLOCK_N + chunk // CHUNKS % BLOCK_N
+        ptrs = weight_ptr + rows * stride_weight + chunk % CHUNKS * (WIDTH // CHUNKS)
         if FOREIGN:
-            rows = tl.where((ids >= 0) & (ids < E), rows, 0)
-        prefetch_l2(
-            weight_ptr + rows * stride_weight + chunk % CHUNKS * (WIDTH // CHUNKS), PREFETCH
-        )
+            prefetch_l2_some(ptrs, (ids >= 0) & (ids < E), PREFETCH)
+        else:
+            prefetch_l2(ptrs, PREFETCH)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -188,13 +188,13 @@ class ExpertGemvConfig(NamedTuple):
     num_warps: int
 
 
-def expert_gemv_config(weight: Weight, count: int) -> ExpertGemvConfig:
+def expert_gemv_config(weight: Weight, count: int, foreign: bool = False) -> ExpertGemvConfig:
     """Return the tiles, from measurements on an H200 at Qwen3-30B-A3B's sizes in bfloat16, fp8 and
     4 bits.
 
     `count`: slots that are added up. One: tiles as wide as the row. Several: a program has a few
     rows of each slot. Bytes in groups narrower than the measured ones (mxfp4's): enough rows to
-    give each thread 16 bytes of a tile.
+    give each thread 16 bytes of a tile. `foreign`: slots may be other ranks'.
     """
     values = values_of(weight)
     item = values.element_size()
@@ -211,6 +211,11 @@ def expert_gemv_config(weight: Weight, count: int) -> ExpertGemvConfig:
         num_warps = min(max(block_k * item // 512, 1), 4)
         block_n = 2 if num_warps > 1 else min(max(1024 // (block_k * item), 2), 8)
         return ExpertGemvConfig(block_n, block_k, unroll=1, num_warps=num_warps)
+    if foreign and item == 2:
+        # A row's tiles at once, which masked loads else wait for in turn; and more rows, of which
+        # other ranks' are not read.
+        block_n = max(32 // triton.next_power_of_2(count), 1)
+        return ExpertGemvConfig(block_n, even_tile(weight, 256), unroll=4, num_warps=4)
     rows = 32 if words else 8
     block_n = max(rows // triton.next_power_of_2(count), 1)
     if words:
@@ -237,7 +242,7 @@ def expert_gemv(
     product = slots_product(x, experts, weight, num_experts, **options)
     if product.targets == 0:
         return product.out
-    config = config or expert_gemv_config(weight, product.summed)
+    config = config or expert_gemv_config(weight, product.summed, product.foreign)
     values = values_of(weight)
     item, width = values.element_size(), product.width
     tiles = triton.cdiv(width, config.block_k)

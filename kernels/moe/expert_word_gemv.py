@@ -21,7 +21,7 @@ from ..pdl import gdc_launch_dependents, gdc_wait
 from ..quant.diagonal_sums import scaled_sums, word_constants
 from ..quant.int4_unpack import int4_tile
 from ..quant.quantized_weight import QuantizedWeight, Weight
-from ..tiles import prefetch_l2
+from ..tiles import prefetch_l2, prefetch_l2_some
 from .slots import slots_product, store_slots
 
 BLOCK_N = tl.constexpr(16)
@@ -84,7 +84,11 @@ def _expert_word_gemv_kernel(
         ids = tl.load(experts_ptr + slot_r, cache_modifier=".cg")
         rows = tl.minimum(tl.maximum(ids, 0), E - 1).to(tl.int64) * ROWS
         rows += tl.minimum(offs_n, N - 1)
-        prefetch_l2(weight_ptr + rows * WIDTH, PREFETCH)
+        ptrs = weight_ptr + rows * WIDTH
+        if FOREIGN:
+            prefetch_l2_some(ptrs, (ids >= 0) & (ids < E), PREFETCH)
+        else:
+            prefetch_l2(ptrs, PREFETCH)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

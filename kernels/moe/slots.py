@@ -78,6 +78,10 @@ class SlotsProduct(NamedTuple):
     constants: dict[str, Any]
 
     @property
+    def foreign(self) -> bool:
+        return bool(self.constants["FOREIGN"])
+
+    @property
     def block_count(self) -> int:
         return int(self.constants["BLOCK_COUNT"])
 
