@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .context import BuildContext
 from .expert_balance.places import ExpertBalance
 from .linear import Linear, MergedLinear
 from .mlp import GatedMLP, PlainMLP
+from .norm import before_product
 from .operations import ExpertWeight, Operations
 from .quantized import QuantizedLinear
 from .routing import Routing, RoutingRule
@@ -272,10 +274,13 @@ class SparseMLP(nn.Module):
     ) -> torch.Tensor:
         """hidden + mlp(norm(hidden)), or with `add` False the second term alone: [num_tokens,
         hidden_size] → the same shape; `hidden` may be overwritten."""
-        x = hidden if norm is None else norm(hidden)
+        x, logits = self._normed(hidden, norm)
+        routed = self._routed
+        if logits is not None:
+            routed = functools.partial(self._routed, logits=logits)
         residual = hidden if add else None
         if self.shared_experts is None:
-            return self.ranks.add(residual, (self._routed, x))
+            return self.ranks.add(residual, (routed, x))
         inner = self.shared_experts.inner(x)
         if self.shared_expert_gate is not None:
             # Before the product: it is linear, and so adds to the residual as any other.
@@ -284,10 +289,29 @@ class SparseMLP(nn.Module):
                 inner = self.operations.sigmoid_gate(inner, x, gate.weight)
             else:
                 inner = inner * torch.sigmoid(gate(x)).to(inner.dtype)
-        return self.ranks.add(residual, (self._routed, x), (self.shared_experts.down_proj, inner))
+        return self.ranks.add(residual, (routed, x), (self.shared_experts.down_proj, inner))
 
-    def _routed(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
-        computed = self.computed(self.inputs(x), self._local_choice(x), residual)
+    def _normed(
+        self, hidden: torch.Tensor, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return norm(hidden), and the router's logits of it where one operation makes both."""
+        x, fused = before_product(hidden, norm)
+        if norm is None or fused is None:
+            return x, None
+        gate = self.gate
+        if type(self).choose is not SparseMLP.choose or not gate.weight_is_all:
+            return norm(hidden), None
+        return self.operations.normed_linear(x, fused, gate.weight, gate.bias)
+
+    def _routed(
+        self,
+        x: torch.Tensor,
+        *,
+        residual: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`logits`: None: nothing has computed them."""
+        computed = self.computed(self.inputs(x), self._local_choice(x, logits), residual)
         if not self.latent:
             return computed
         # Linear: of several ranks, each may project its part of the sum.
@@ -328,14 +352,16 @@ class SparseMLP(nn.Module):
         x = weight.new_empty(0, self._width, dtype=self._dtype)
         self.computed(x, self.experts.local(Routing(weights, weights.int())), None)
 
-    def _local_choice(self, x: torch.Tensor) -> Routing:
+    def _local_choice(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> Routing:
         """Choose each token's experts, with their numbers on this rank: by the router's own launch,
-        unless a family does more with them."""
+        unless a family does more with them. `logits`: as of `_routed`."""
         first, kind = self.experts.first_number, type(self)
         own = kind.choose is not SparseMLP.choose or kind.route is not SparseMLP.route
         if not first or own or "route.first" not in self.operations.features:
-            return self.experts.local(self.choose(x))
-        return self.experts.local(self.operations.route(self.gate(x), self._rule(first)), first)
+            routing = self.choose(x) if logits is None else self.route(logits)
+            return self.experts.local(routing)
+        logits = self.gate(x) if logits is None else logits
+        return self.experts.local(self.operations.route(logits, self._rule(first)), first)
 
     def choose(self, x: torch.Tensor) -> Routing:
         """Choose each token's experts: [num_tokens, hidden_size] → what each token gets."""

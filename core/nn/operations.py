@@ -268,6 +268,14 @@ class Operations(
             return torch.add(residual, out, alpha=factor)
         return out if factor == 1.0 else out.mul_(factor)
 
+    def normed_linear(
+        self, x: torch.Tensor, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return norm(x), [T, in_features], which others read, too, and norm(x) Wᵀ + bias, [T,
+        out_features], in the weight's type, which may be float32 where x is not."""
+        x = self.rms_norm(x, norm)
+        return x, self.linear(x.to(weight.dtype), weight, bias)
+
     def activated_linear(
         self,
         x: torch.Tensor,

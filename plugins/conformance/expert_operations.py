@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from ...core.nn.activations import ClampedSwiGLU, LimitedSwiGLU
-from ...core.nn.operations import DenseRows
+from ...core.nn.operations import DenseRows, Norm
 from ...core.nn.quantized_weight import QuantizedWeight, pack_e2m1, round_to_words
 from ...core.nn.routing import Routing, RoutingRule
 from .operation_arguments import REFERENCE, SIZE, TOKENS, wide
@@ -58,6 +59,22 @@ class ExpertChecks:
         assert got.experts.dtype == torch.int32 and got.weights.dtype == torch.float32
         assert torch.equal(got.experts, want.experts)
         self.near(got.weights, want.weights, torch.float32)
+
+    @pytest.mark.parametrize("kind", ["plain", "bias", "wide"])
+    @pytest.mark.parametrize("tokens", [1, 3, 9])
+    def test_normed_linear(self, tokens: int, kind: str, dtype: torch.dtype) -> None:
+        """A router's logits, which may be wide, and what it and the experts read."""
+        hidden = self.draw(tokens, SIZE, dtype=dtype)
+        norm = Norm(self.draw(SIZE, dtype=dtype, seed=3), 1e-6)
+        wide_type = torch.float32 if kind == "wide" else dtype
+        weight = self.draw(12, SIZE, dtype=wide_type, seed=4, scale=SIZE**-0.5)
+        bias = self.draw(12, dtype=dtype, seed=5) if kind == "bias" else None
+        x = REFERENCE.rms_norm(hidden, norm)
+        want = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        normed, out = self.make(dtype).normed_linear(hidden.clone(), norm, weight, bias)
+        assert normed.dtype == dtype and out.dtype == wide_type
+        self.near(normed, x, dtype)
+        self.near(out, want, dtype, times=3)
 
     @pytest.mark.parametrize("kind", ["plain", "bias", "4 bits", "rows"])
     def test_products_of_experts(self, kind: str, dtype: torch.dtype) -> None:

@@ -56,9 +56,16 @@ class Llama4Decoder(Decoder):
 class ScaledInputMLP(SparseMLP):
     """The chosen expert's input is multiplied by the sigmoid of its logit."""
 
-    def _routed(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
-        logits, chosen = self.gate(x).max(dim=-1, keepdim=True)
-        weight = self.operations.pointwise(torch.sigmoid, logits.float())
+    def _routed(
+        self,
+        x: torch.Tensor,
+        *,
+        residual: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        logits = self.gate(x) if logits is None else logits
+        highest, chosen = logits.max(dim=-1, keepdim=True)
+        weight = self.operations.pointwise(torch.sigmoid, highest.float())
         routing = self.experts.local(Routing(torch.ones_like(weight), chosen.to(torch.int32)))
         return self.computed(x * weight.to(x.dtype), routing, residual)
 

@@ -26,6 +26,7 @@ from ...kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
 from ...kernels.compile import Precompiler, can_precompile, load_compiler, num_loaded
 from ...kernels.embedding import embed
 from ...kernels.linear.gemv import gemv
+from ...kernels.linear.normed_linear import normed_linear, takes_normed_linear
 from ...kernels.linear.small_m_matmul import (
     MAX_TILES,
     SmallMConfig,
@@ -112,6 +113,13 @@ class TritonLayers(
             return self.several_rows(x, weight, bias, residual=residual)
         out = self.several_rows(x, weight, bias)
         return out.mul_(factor) if residual is None else residual.add_(out, alpha=factor)
+
+    def normed_linear(
+        self, x: torch.Tensor, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.batch_invariant or not takes_normed_linear(x, weight):
+            return super().normed_linear(x, norm, weight, bias)
+        return normed_linear(x, norm, weight, bias)
 
     def activated_linear(
         self,

@@ -41,8 +41,8 @@ def test_experts_of_a_real_model_fit_the_registers(model: str, tmp_path: Path) -
         text=True,
     )
     assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-3000:]
-    # Choosing, and a product for both; where tokens are many, lists and sums, too; of 4 bits,
-    # another one for few.
+    # A router's product, choosing, and a product for both; where tokens are many, lists and sums,
+    # too; of 4 bits, another one for few.
     names = {line.split()[0] for line in completed.stdout.splitlines()}
-    assert len(names) == 5 + ("_expert_word_gemv_kernel" in names), names
+    assert len(names) == 6 + ("_expert_word_gemv_kernel" in names), names
     print(completed.stdout)

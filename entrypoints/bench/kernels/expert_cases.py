@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ....core.nn.routing import Routing
+from ....kernels.linear.normed_linear import MOST_TOKENS, normed_linear
 from ....kernels.moe.combine import combine
 from ....kernels.moe.expert_gemv import expert_gemv
 from ....kernels.moe.expert_matmul import expert_matmul
@@ -86,6 +87,11 @@ def _cases(
         device_logits = logits.to(device, dtype)
         return lambda: topk_experts(device_logits, top_k, renormalize=True)
 
+    def router() -> Work:
+        x, weight = random(num_tokens, hidden), random(num_experts, hidden).div_(hidden**0.5)
+        norm = random(hidden), 1e-6
+        return lambda: normed_linear(x, norm, weight)
+
     def lists() -> Work:
         experts = routing().experts
         return lambda: sort_tokens(experts, num_experts)
@@ -110,6 +116,9 @@ def _cases(
         second_product, flops,
     )  # fmt: skip
     ids = num_tokens * num_experts * item + num_slots * 8
+    if num_tokens <= MOST_TOKENS:
+        router_bytes = num_experts * hidden * item + 2 * rows + num_tokens * num_experts * item
+        yield Case("normed_linear", shape, router_bytes, router, 2.0 * rows / item * num_experts)
     yield Case("topk_experts", shape, ids, choice, 0.0)
     if not few:
         yield Case("sort_tokens", shape, num_slots * 8 + num_experts * 4, lists, 0.0)

@@ -22,6 +22,7 @@ from jackfield.core.loading.quantize import quantized_layers
 from jackfield.core.nn.activations import ClampedSwiGLU
 from jackfield.core.nn.context import BuildContext
 from jackfield.core.nn.experts import SparseMLP
+from jackfield.core.nn.norm import RMSNorm
 from jackfield.core.nn.operations import ExpertWeight, Operations
 from jackfield.core.nn.quantized_weight import (
     QuantizedWeight,
@@ -364,3 +365,41 @@ def test_an_override_has_no_options_that_it_does_not_state() -> None:
     context = BuildContext(torch.device("cpu"), torch.float32, Routes())
     with pytest.raises(ConfigError, match=r"'routes' .* route.bias, route.sigmoid"):
         SparseMLP(6, RoutingRule(2, "sigmoid"), 8, 8, "silu", context, score_bias=True)
+
+
+class NotedNorms(Operations):
+    """Operations that count the norms that they make together with a product."""
+
+    name = "noted norms"
+    features = Operations.features
+    count = 0
+
+    def normed_linear(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.count += 1
+        return super().normed_linear(*args)
+
+
+class OwnRule(SparseMLP):
+    def route(self, logits: torch.Tensor) -> Routing:
+        return super().route(-logits)
+
+
+class OwnRouter(SparseMLP):
+    def choose(self, x: torch.Tensor) -> Routing:
+        return super().choose(x.abs())
+
+
+@pytest.mark.parametrize("kind", [SparseMLP, OwnRule, OwnRouter])
+def test_a_norm_and_the_routers_product_are_one_operation(kind: type[SparseMLP]) -> None:
+    """A family whose router reads something else has the norm before it."""
+    torch.manual_seed(2)
+    operations = NotedNorms()
+    build = BuildContext(torch.device("cpu"), torch.float32, operations)
+    mixture = kind(6, RoutingRule(2, renormalize=True), 16, 8, "silu", build)
+    norm = RMSNorm(16, 1e-6, build)
+    for parameter in (*mixture.parameters(), *norm.parameters()):
+        parameter.data.normal_()
+    hidden = torch.randn(5, 16)
+    got = mixture(hidden.clone(), norm)
+    assert operations.count == (kind is not OwnRouter)
+    torch.testing.assert_close(got, hidden + mixture(norm(hidden), None, add=False))

@@ -11,9 +11,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from jackfield.core.nn.activations import ClampedSwiGLU, LimitedSwiGLU
+from jackfield.core.nn.operations import Norm
 from jackfield.core.nn.quantized_weight import QuantizedWeight, e2m1_run
 from jackfield.core.nn.routing import RoutingRule
 from jackfield.kernels.compile import Precompiler
+from jackfield.kernels.moe import slots
 from jackfield.plugins.operations.triton import TritonOperations
 
 
@@ -94,7 +96,12 @@ for kind, tokens in kinds.items():
         x = torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16)
         logits = torch.empty(num_tokens, E, dtype=torch.bfloat16)
         with Precompiler(torch.device("cpu"), threads=1) as precompiler:
-            routing = operations.route(logits, RoutingRule(TOP_K, renormalize=True))
+            rule = RoutingRule(TOP_K, renormalize=True)
+            if num_tokens == 1:
+                norm = Norm(torch.empty(HIDDEN, dtype=torch.bfloat16), 1e-6)
+                weight = torch.empty(E, HIDDEN, dtype=torch.bfloat16)
+                x, logits = operations.normed_linear(x, norm, weight)
+            routing = operations.route(logits, rule)
             residual = torch.empty_like(x)
             output = operations.experts(x, routing, gate_up, down, residual=residual, **more)
             assert output.shape == x.shape
@@ -110,3 +117,15 @@ for kind, tokens in kinds.items():
             if kernel.metadata.name == "_expert_gemv_kernel":
                 wide = re.findall(r"ld\.global\S*evict_first\S*\.v4", kernel.asm["ptx"])
                 assert wide, f"{name} does not read 16 bytes at once"
+
+# With dependent launches, weights are prefetched, of this rank's experts alone.
+slots.pdl_options = lambda device: {"launch_pdl": True}
+for kind in ("bf16", "words") if sys.argv[2] == "qwen3-30b-a3b" else ():
+    gate_up, down = bank(kind, E * LAYERS * INNER, HIDDEN), bank(kind, E * HIDDEN, INNER)
+    x, logits = (torch.empty(1, size, dtype=torch.bfloat16) for size in (HIDDEN, 2 * E))
+    with Precompiler(torch.device("cpu"), threads=1) as precompiler:
+        routing = operations.route(logits, RoutingRule(TOP_K))._replace(num_experts=2 * E)
+        operations.experts(x, routing, gate_up, down, residual=torch.empty_like(x), **more)
+        second = list(precompiler._pool.futures)[-1].result()
+    prefetches = re.findall(r"(\S*)\s+cp\.async\.bulk\.prefetch", second.asm["ptx"])
+    assert prefetches and all(guard.startswith("@%") for guard in prefetches), prefetches
