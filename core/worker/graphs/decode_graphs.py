@@ -87,9 +87,11 @@ class DecodeGraphs:
         self.logits = torch.empty(0, device=device)
         """[max_num_seqs, vocab_size] Logits of the last step without sampling, or its states,
         [max_num_seqs, hidden_size]; created by the first recording."""
-        self._sampling_inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Rows of a graph without sampling → slots and lengths, kept so that no other graph reuses
-        their memory."""
+        self._sampling_inputs: dict[DecodeKey, tuple[torch.Tensor, torch.Tensor]] = {}
+        """A graph without sampling → slots and lengths, kept so that no other graph reuses their
+        memory."""
+        self._last: DecodeKey | None = None
+        """The last step's graph."""
         self.num_recorded = 0
 
     def missing(self) -> list[DecodeKey]:
@@ -130,12 +132,14 @@ class DecodeGraphs:
         if key is None or not self._inputs.fill(plan, key.rows, shared if key.shared else 0):
             return False
         self._replays[key]()
+        self._last = key
         count_run(ending, self._written)
         return True
 
     def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the last step's slots and lengths without sampling, [num_rows] int64."""
-        slots, lengths = self._sampling_inputs[self._inputs.rows]
+        assert self._last is not None, "a step came before"
+        slots, lengths = self._sampling_inputs[self._last]
         return slots[:num_rows], lengths[:num_rows]
 
     def _recorded(self, num_rows: int, ending: Ending, shared: int) -> DecodeKey | None:
@@ -241,7 +245,7 @@ class DecodeGraphs:
         if not self.logits.numel():
             self.logits = logits.new_empty(self._counts[-1], logits.shape[1])
         self.logits[: key.rows].copy_(logits)
-        self._sampling_inputs[key.rows] = inputs.sample_slots, inputs.sample_lengths
+        self._sampling_inputs[key] = inputs.sample_slots, inputs.sample_lengths
 
     def _sample(self, ending: Ending, logits: torch.Tensor, inputs: StepInputs) -> None:
         slots, lengths = inputs.sample_slots, inputs.sample_lengths
@@ -267,8 +271,6 @@ class DecodeInputs:
         self._numbers = StaticNumbers(batch, 2 * max_rows + HEADER + 2 * self._most_writes)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=batch.device)
         self._query_start_cpu = np.arange(max_rows + 1, dtype=np.int32)
-        self.rows = max_rows
-        """Of the last step, with padding."""
         self._row_of_slot = np.zeros(batch.num_slots + 1, dtype=np.int32)
 
     def fill(self, plan: StepPlan, rows: int, shared_prefix: int = 0) -> bool:
@@ -297,7 +299,7 @@ class DecodeInputs:
                 numbers[rows + row] = write.block_ids[0]
         table.length_bounds[slots[:num_rows]] += 1
         numbers[:rows] = table.take_rows(slots)
-        self._send(rows, numbers, writes, shared_prefix)
+        self._send(numbers, writes, shared_prefix)
         return True
 
     def fill_scratch(self, rows: int) -> None:
@@ -305,16 +307,11 @@ class DecodeInputs:
         numbers[:rows] = self._batch.scratch_slot
         # A step that is only recorded copies none.
         self._batch.table.forget_rows()
-        self._send(rows, numbers)
+        self._send(numbers)
 
     def _send(
-        self,
-        rows: int,
-        numbers: np.ndarray,
-        writes: np.ndarray = NO_WRITES,
-        shared_prefix: int = 0,
+        self, numbers: np.ndarray, writes: np.ndarray = NO_WRITES, shared_prefix: int = 0
     ) -> None:
-        self.rows = rows
         header = np.asarray([len(writes), shared_prefix, 0, 0], dtype=np.int32)
         self._numbers.send(np.concatenate([numbers, header, writes.reshape(-1)]))
 

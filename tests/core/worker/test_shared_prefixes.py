@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.hooks import hookimpl
 from jackfield.core.nn.context import BatchLayout
 from jackfield.core.registry import Provenance, load_plugins
-from jackfield.core.step import SlotStart, StepPlan, TableWrite
+from jackfield.core.step import Ping, SlotStart, StepPlan, TableWrite
 from jackfield.core.worker.graphs import decode_graphs
-from jackfield.core.worker.graphs.endings import row_counts, shared_row_counts
+from jackfield.core.worker.graphs.decode_graphs import DecodeKey
+from jackfield.core.worker.graphs.endings import Ending, row_counts, shared_row_counts
 from jackfield.core.worker.shared_prefixes import SharedPrefixes
 from jackfield.plugins.attention import triton
 from jackfield.plugins.attention.torch import TorchAttention
@@ -237,6 +239,54 @@ async def test_rows_that_come_and_go_share_what_their_prompts_have_in_common(
     steps = SharingAttention.steps
     assert {rows for rows, _ in steps} <= {2, 3} and {shared for _, shared in steps} == {40}
     assert len(steps) > 15
+
+
+async def test_graphs_of_steps_that_share_are_recorded_once_such_steps_come(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_graphs, "SHARED_COST", 2.0)
+    plugins = load_plugins()
+    plugins.add_plugin(Plugin(), Provenance("tests", "0", "shared"))
+    config = EngineConfig(
+        model=str(checkpoint), device="cpu", dtype="float32", operations="torch",
+        skip_tokenizer_init=True, max_model_len=96, max_num_seqs=24, max_num_batched_tokens=48,
+        block_size=BLOCK, attention_backend="sharing", executor="recording",
+    )  # fmt: skip
+    async with AsyncEngine(config, plugins=plugins) as engine:
+        engine.core.steps._prepares = False
+        executor: Any = engine.core.executor
+        await executor.ask(Ping())
+        graphs = executor._worker.runner.decode.graphs
+
+        @torch.inference_mode()
+        def serve() -> tuple[bool, list[DecodeKey]]:
+            before = any(key.shared for key in graphs.missing())
+            return before, [graphs._recorded(9, Ending.PLAIN, shared) for shared in (40, 40, 0)]
+
+        @torch.inference_mode()
+        def slots_of_logits() -> list[int]:
+            """Where both graphs of eight rows have the slots of their logits."""
+            plan = StepPlan(step=0, slots=(0, 1), num_tokens=(1, 1), samples=(True, True))
+            places = []
+            for key in (DecodeKey(8, Ending.LOGITS), DecodeKey(8, Ending.LOGITS, shared=True)):
+                graphs.record(*key)
+                graphs._replays[key] = lambda: None  # It writes where it was recorded.
+            prefixes = iter((0, 40))
+            batch = executor._worker.runner.batch
+            monkeypatch.setattr(batch, "shared_prefix", lambda slots: next(prefixes))
+            for _ in range(2):
+                assert graphs.launch(plan, Ending.LOGITS)
+                places.append(graphs.sampling_inputs(2)[0].data_ptr())
+            return places
+
+        before, keys = await executor._thread.call(serve)
+        shared = {key for key in graphs.missing() if key.shared}
+        plain, sharing = await executor._thread.call(slots_of_logits)
+    # In spare time others follow, of this ending alone.
+    assert not before and [key.shared for key in keys] == [False, True, False]
+    assert keys[1] == DecodeKey(16, Ending.PLAIN, shared=True)
+    assert plain != sharing, "a graph reads the slots of another"
+    assert shared == {DecodeKey(rows, Ending.PLAIN, shared=True) for rows in (8, 24)}
 
 
 @pytest.fixture
