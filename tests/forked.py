@@ -49,8 +49,8 @@ PRELOADED = (
 INTERPRETER = ("TRITON_INTERPRET",)
 """What is read when Triton is imported."""
 VARIABLES = re.compile(
-    "HOME|JACKFIELD_.*|MASTER_PORT|NCCL_.*|OLDPWD|PATH|PWD|PYTEST_.*|PYTHONPATH|RANK|RAY_.*|TMPDIR"
-    "|TORCHINDUCTOR_CACHE_DIR|WORLD_SIZE"
+    "HF_.*|HOME|JACKFIELD_.*|MASTER_PORT|NCCL_.*|OLDPWD|PATH|PWD|PYTEST_.*|PYTHONPATH|RANK|RAY_.*"
+    "|TMPDIR|TORCHINDUCTOR_CACHE_DIR|WORLD_SIZE|XDG_.*"
 )
 """Those that PRELOADED does not read when it is imported; with others, there is another server."""
 LIMITED = ("jackfield.core.grammars.sandbox.sandbox_process",)

@@ -65,9 +65,10 @@ def test_a_program_ends_as_it_would(end: str, status: int, tmp_path: Path) -> No
 
 
 def test_it_is_forked() -> None:
-    """Otherwise all of this would hold, and save nothing."""
-    program = "import subprocess, sys; print('torch' in sys.modules)"
-    assert forked.run([sys.executable, "-c", program], capture_output=True).stdout == b"True\n"
+    """Otherwise all of this would hold, and save nothing. What reads HF_* is imported by none."""
+    program = "import sys; print('torch' in sys.modules, 'huggingface_hub' in sys.modules)"
+    output = forked.run([sys.executable, "-c", program], capture_output=True).stdout
+    assert output == b"True False\n"
 
 
 def test_processes_of_a_tree_are_forked_and_are_its_children() -> None:

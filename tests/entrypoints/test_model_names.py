@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from jackfield.core.config import EngineConfig
@@ -119,7 +119,7 @@ def test_a_hub_s_name_is_found_in_its_cache(tmp_path: Path) -> None:
     )
     names = ("owner/name@v1", "hf://owner/name@v1", "https://huggingface.co/owner/name/tree/v1")
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    completed = subprocess.run(
+    completed = forked.run(
         [sys.executable, "-c", code, *names], env=environment, capture_output=True, text=True
     )
     assert completed.stdout.split() == [commit] * len(names), completed.stderr

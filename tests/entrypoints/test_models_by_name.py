@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
 from model_servers import COMMIT, OTHER, REPO, S3, Hub, ModelScope, Stored, served
 
@@ -35,8 +36,8 @@ def checkpoint() -> Path:
 
 
 class Commands:
-    """Runs commands with a cache of their own, in a process each: huggingface_hub reads its
-    variables when it is imported."""
+    """Runs commands with a cache of their own, in a process each: huggingface_hub, which no fork
+    server has imported, reads its variables then."""
 
     def __init__(self, folder: Path, hub: Stored) -> None:
         self.folder = folder
@@ -49,7 +50,7 @@ class Commands:
             "HF_HUB_DOWNLOAD_TIMEOUT": "5", **variables,
         }  # fmt: skip
         environment.pop("HF_TOKEN", None)
-        return subprocess.run(
+        return forked.run(
             [sys.executable, "-m", "jackfield.entrypoints.cli.main", *argv],
             env=environment,
             capture_output=True,
@@ -110,7 +111,7 @@ def test_a_model_is_pulled_listed_named_and_removed(commands: Commands, hub: Sto
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(folder.parents[2]),
                    "XDG_CONFIG_HOME": str(commands.folder)}  # fmt: skip
-    resolved = subprocess.run(
+    resolved = forked.run(
         [sys.executable, "-c", code, "mine:small", "--port", "0"],
         env=environment, capture_output=True, text=True,
     )  # fmt: skip
