@@ -196,11 +196,6 @@ class PagedBackend(ABC):
         never; layouts then do not say what rows share."""
         return None
 
-    def prepare_ahead(self) -> bool:
-        """Prepare one thing for later steps, on the thread that launches them, while no request
-        waits; return whether more is left. A request that comes meanwhile waits for it."""
-        return False
-
 
 class ProjectedLayer(Protocol):
     """What `AttentionBackend.plan_projection` gets of a layer (`core.nn.attention.Attention`). Read

@@ -308,19 +308,18 @@ class Worker:
 
     @torch.inference_mode()
     def prepare_ahead(self) -> bool:
-        """Record graphs, compile short prompts, measure steps with drafts, and let the attention
-        backend prepare while idle; False if nothing is left."""
+        """Record graphs, compile short prompts and measure steps with drafts while idle; False if
+        nothing is left."""
         runner = self.runner
         if self._started is None or not isinstance(runner, ModelRunner):
             return False
-        if runner.decode.graphs is not None:
-            if self._started.graphs is not None and self._started.graphs.record_next():
-                return True
-            if self._started.warmup.run_short_prompt():
-                return True
-            if self._started.graphs is not None and self._started.graphs.measure_next():
-                return True
-        return runner.backend.prepare_ahead()
+        if runner.decode.graphs is None:
+            return False
+        if self._started.graphs is not None and self._started.graphs.record_next():
+            return True
+        if self._started.warmup.run_short_prompt():
+            return True
+        return self._started.graphs is not None and self._started.graphs.measure_next()
 
     @torch.inference_mode()
     def _balance_experts(self, job: BalanceExperts, experts: ExpertMover) -> int:

@@ -16,7 +16,7 @@ Source: Dao, "FlashAttention-2", 2023.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,6 +33,11 @@ from .quantized_tiles import (
 )
 from .reach import last_hidden, reach_constants
 from .row_tiles import row_of_tile, tiles_of_rows
+
+try:
+    from . import hopper_prefill as hopper
+except ImportError:  # A Triton without Gluon, or with another one.
+    hopper = None  # type: ignore[assignment]
 
 
 @triton.jit
@@ -226,6 +231,8 @@ class PrefillConfig(NamedTuple):
     """Programs that share a tile's value channels"""
 
 
+HOPPER_SMALL_ROWS = 512
+"""Tokens of a row times heads of a group up to which hopper_prefill.py has too large tiles."""
 MIXED_SMALL_ROWS = 4096
 """Tokens times heads of a group up to which recorded steps take small tiles. Measured on an H200
 and an H100 (kernels.jsonl, `prompt attention by tiles`)."""
@@ -279,6 +286,12 @@ def _wide_config(rows: int, least: int, dtype: torch.dtype) -> PrefillConfig:
     return PrefillConfig(32 if rows <= 32 else 128, 32, 8, 3, 2)
 
 
+def has_hopper_kernel(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Return whether there is a kernel for this device's asynchronous units and heads of this size
+    over caches of `dtype`; it takes most rows."""
+    return hopper is not None and hopper.takes_heads(dtype, head_dim, device)
+
+
 def paged_attention_prefill(
     query: torch.Tensor,
     kv_cache: torch.Tensor | Quantized,
@@ -303,6 +316,7 @@ def paged_attention_prefill(
     max_rows: int = 0,
     config: PrefillConfig | None = None,
     uniform: bool = False,
+    portable: bool = False,
 ) -> torch.Tensor:
     """query: [all_tokens, num_heads, head_dim] → the same shape; rows from first_row on.
 
@@ -318,8 +332,8 @@ def paged_attention_prefill(
     length or before its first query's window or chunks are never read. bounds: [2] int32, first_row
     and the number of rows, if only the device knows them; then `max_rows` is the largest possible
     number of rows, and tokens of other rows are not written. `uniform`: a query's result does not
-    depend, in any bit, on how its sequence is divided into launches, nor on other rows. No host
-    synchronisation.
+    depend, in any bit, on how its sequence is divided into launches, nor on other rows.
+    `portable`: by the kernel for any GPU. No host synchronisation.
     """
     all_tokens, num_heads, head_dim = query.shape
     cache = cache_arguments(kv_cache)
@@ -331,6 +345,32 @@ def paged_attention_prefill(
     if num_rows == 0 or num_tokens == 0:
         return out
     group = num_heads // num_kv_heads
+    reach: dict[str, Any] = {
+        "sliding_window": sliding_window,
+        "attention_chunk_size": attention_chunk_size,
+        "chunk_lookback": chunk_lookback,
+    }
+    small = MIXED_SMALL_ROWS if bounds is not None else HOPPER_SMALL_ROWS
+    if (
+        isinstance(kv_cache, torch.Tensor)
+        and config is None
+        and not (uniform or portable)
+        and alibi_slopes is None
+        and distance_bias is None
+        and max_query_len * group > small
+        and hopper is not None
+        and hopper.takes(query, kv_cache)
+    ):
+        try:
+            return hopper.hopper_prefill(
+                query, kv_cache, block_table, query_start, seq_lens, out,
+                scale=scale * cache_scales[0], value_scale=cache_scales[1], num_tokens=num_tokens,
+                first_row=first_row, num_rows=num_rows, bounds=bounds, soft_cap=soft_cap,
+                sinks=sinks, **reach,
+            )  # fmt: skip
+        except Exception as error:
+            if not hopper.fails_to_compile(error):
+                raise
     if uniform:
         config = uniform_config(group, head_dim, query.dtype)
     block_m, block_n, num_warps, num_stages, value_parts = config or prefill_config(
@@ -361,7 +401,7 @@ def paged_attention_prefill(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=cache.block_size,
-        **reach_constants(sliding_window, attention_chunk_size, chunk_lookback),
+        **reach_constants(**reach),
         SOFT_CAP=soft_cap or 0.0,
         ALIBI=alibi_slopes is not None,
         DISTANCES=0 if distance_bias is None else distance_bias.shape[1],

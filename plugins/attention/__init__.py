@@ -46,6 +46,12 @@ def register_attention_backends(registry: Any) -> None:
         "jackfield.plugins.attention.torch_invariant:InvariantTorchAttention",
         priority=3,
     )
+    # By name alone, where something is wrong with a kernel for one kind of GPU.
+    registry.add(
+        "triton_portable",
+        "jackfield.plugins.attention.triton_portable:PortableTritonAttention",
+        priority=1,
+    )
     for name in ("flex", *also("FLEX_ATTENTION")):
         registry.refuse(name, "torch and triton compute what it did; name one of them, or auto")
 

@@ -8,6 +8,7 @@ With few decode rows, one launch goes from the projection to the output.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,12 +29,12 @@ from ...core.protocols.attention import (
     Projection,
 )
 from .torch_levels import sees_all
-from .triton_dense import DensePlans, Run, causal_attention, divide_rows, prefers_dense
 
 try:
     from ...kernels.attention.decode_splits import choose_num_splits, workspace_elements
     from ...kernels.attention.fused_decode_attention import fits_registers, fused_decode_attention
     from ...kernels.attention.levels import LevelRows
+    from ...kernels.attention.paged_attention_prefill import has_hopper_kernel
     from ...kernels.attention.quantized_tiles import is_narrow
     from ...kernels.attention.shared_prefix import PrefixSums, prefix_elements, prefix_splits
     from .triton_call import LayerCall, layer_arguments, may_share, reads_prefix_once
@@ -41,6 +42,8 @@ try:
     _MISSING = None
 except ImportError as error:
     _MISSING = f"triton cannot be imported ({error})"
+
+logger = logging.getLogger("jackfield.attention")
 
 ROW_ELEMENTS = 8192
 """Tokens of a row, times heads of a group, times channels, for which the decode kernel's sums stay
@@ -69,11 +72,10 @@ def _interpreted() -> bool:
 
 @dataclass(frozen=True)
 class TritonMetadata:
-    """The layout, and the kernel of each row."""
+    """The layout, and the number of leading rows that the decode kernel takes."""
 
     layout: BatchLayout
     num_decode_rows: int
-    runs: tuple[Run, ...]
 
 
 class Workspace(NamedTuple):
@@ -115,6 +117,8 @@ class TritonAttention(AttentionBackend):
     compacted_cache: ClassVar[bool] = True
     leveled_cache: ClassVar[bool] = True
     bounded_lengths: ClassVar[bool] = True
+    portable: ClassVar[bool] = False
+    """Whether prompts take the kernel for any GPU, on Hopper GPUs, too."""
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -152,38 +156,30 @@ class TritonAttention(AttentionBackend):
         self._side_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.plans: DensePlans | None = None
-        """None: dense attention is not used."""
-        specs = (spec for spec in setup.layers if isinstance(spec, AttentionSpec))
-        sizes = [spec.num_kv_heads * spec.head_dim for spec in specs if may_share(spec)]
-        self._token_bytes = 2 * setup.dtype.itemsize * max(sizes, default=0)
+        specs = [spec for spec in setup.layers if isinstance(spec, AttentionSpec)]
+        shared = (spec.num_kv_heads * spec.head_dim for spec in specs if may_share(spec))
+        self._token_bytes = 2 * setup.dtype.itemsize * max(shared, default=0)
         """Of keys and values in a layer that may read a shared prefix once; 0: there is none."""
-        if device.type == "cuda" and setup.dtype != torch.float32:
-            most = min(setup.max_num_batched_tokens, setup.max_model_len)
-            self.plans = DensePlans(setup.layers, most, device, setup.dtype)
+        for size in sorted({spec.head_dim for spec in specs}):
+            own = not self.portable and has_hopper_kernel(setup.dtype, size, device)
+            kernel = "Hopper's asynchronous units" if own else "any GPU"
+            logger.info("prompts with heads of %d channels take the kernel for %s", size, kernel)
 
     def build_metadata(self, layout: BatchLayout) -> TritonMetadata:
         rows = layout.num_rows
         if layout.mixed is not None:
-            return TritonMetadata(layout, 0, ())
+            return TritonMetadata(layout, 0)
         if layout.decode_only and layout.num_tokens == rows:
-            return TritonMetadata(layout, rows, ())
+            return TritonMetadata(layout, rows)
         longer = np.diff(layout.query_start_cpu[: rows + 1]) != 1
         decode_rows = int(np.argmax(longer)) if longer.any() else rows
-        return TritonMetadata(layout, decode_rows, divide_rows(layout, decode_rows, self.plans))
-
-    def prefers_launch(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> bool:
-        """Prefer it for large steps of long prompts alone, which torch's dense attention takes."""
-        return self.plans is not None and prefers_dense(query_lens, seq_lens, self.plans)
+        return TritonMetadata(layout, decode_rows)
 
     def least_shared_prefix(self, num_rows: int) -> int | None:
         """Choose it where a layer reads `PREFIX_BYTES` less."""
         if not self._token_bytes:
             return None
         return max(LEAST_PREFIX, PREFIX_BYTES // (num_rows * self._token_bytes))
-
-    def prepare_ahead(self) -> bool:
-        return self.plans is not None and self.plans.prepare_next()
 
     def forward(
         self,
@@ -197,14 +193,10 @@ class TritonAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
         distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        layout, rows, runs = metadata.layout, metadata.num_decode_rows, metadata.runs
-        if len(runs) == 1 and not rows and runs[0].is_dense(spec):
-            return causal_attention(query, key, value, spec.scale, runs[0].dense_length)
+        layout = metadata.layout
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         slopes = None if spec.alibi_slopes is None else self._slopes(spec.alibi_slopes)
-        call = LayerCall(
-            spec, query, key, value, kv_cache, layout, slopes, distance_bias, sinks, out
-        )
+        call = LayerCall(spec, query, kv_cache, layout, slopes, distance_bias, sinks, out)
         self.attend(call, metadata)
         return out
 
@@ -217,33 +209,28 @@ class TritonAttention(AttentionBackend):
             return self._attend_mixed(call, layout.mixed)
         if rows:
             call.decode(rows, *self._splits(call, rows), prefix=self._prefix(call, rows))
-        for run in metadata.runs:
-            if run.is_dense(call.spec):
-                call.dense(run)
-                continue
+        if rows < layout.num_rows:
+            num_tokens = int(layout.query_start_cpu[layout.num_rows]) - rows
             call.prefill(
-                run.max_query_len, first_row=run.first_row, end_row=run.end_row,
-                num_tokens=run.end_token - run.first_token,
-            )  # fmt: skip
+                layout.max_query_len, first_row=rows, num_tokens=num_tokens, portable=self.portable
+            )
 
     def _attend_leveled(self, call: LayerCall, metadata: TritonMetadata) -> None:
         """Attend to tokens in levels, too: one launch for rows of one token, and one for others. A
         recorded step with prompts takes one for all.
         """
-        if metadata.layout.mixed is not None:
-            return call.leveled(metadata.layout.max_query_len)
-        if rows := metadata.num_decode_rows:
+        layout, rows = metadata.layout, metadata.num_decode_rows
+        if layout.mixed is not None:
+            return call.leveled(layout.max_query_len)
+        if rows:
             num_splits, workspace = self._splits(call, rows)
             call.leveled(
                 1, num_rows=rows, num_tokens=rows, num_splits=num_splits, workspace=workspace
             )
-        for run in metadata.runs:
-            if run.is_dense(call.spec):
-                call.dense(run)
-                continue
+        if rows < layout.num_rows:
             call.leveled(
-                run.max_query_len, first_row=run.first_row, num_rows=run.end_row - run.first_row,
-                num_tokens=run.end_token - run.first_token,
+                layout.max_query_len, first_row=rows, num_rows=layout.num_rows - rows,
+                num_tokens=int(layout.query_start_cpu[layout.num_rows]) - rows,
             )  # fmt: skip
 
     def _attend_mixed(self, call: LayerCall, mixed: MixedRows) -> None:
@@ -261,7 +248,7 @@ class TritonAttention(AttentionBackend):
         def prompts() -> None:
             call.prefill(
                 layout.max_query_len, num_tokens=layout.num_tokens, bounds=mixed.bounds,
-                max_rows=mixed.max_prompt_rows,
+                max_rows=mixed.max_prompt_rows, portable=self.portable,
             )  # fmt: skip
 
         if not rows:

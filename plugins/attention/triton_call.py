@@ -13,7 +13,6 @@ from ...kernels.attention.leveled_attention import leveled_attention
 from ...kernels.attention.paged_attention_decode import paged_attention_decode
 from ...kernels.attention.paged_attention_prefill import paged_attention_prefill
 from ...kernels.attention.shared_prefix import MAX_PREFIX_HEAD_DIM, PrefixSums, attend_prefix
-from .triton_dense import Run, causal_attention
 
 
 class LayerCall(NamedTuple):
@@ -22,9 +21,6 @@ class LayerCall(NamedTuple):
     spec: AttentionSpec
     query: torch.Tensor
     """[num_tokens, num_heads, head_dim]"""
-    key: torch.Tensor
-    value: torch.Tensor
-    """[num_tokens, num_kv_heads, head_dim], as `key`"""
     kv_cache: KVCache
     layout: BatchLayout
     alibi_slopes: torch.Tensor | None
@@ -66,11 +62,11 @@ class LayerCall(NamedTuple):
             num_splits=num_splits, workspace=workspace, bounds=bounds,
         )  # fmt: skip
 
-    def prefill(self, max_query_len: int, *, end_row: int | None = None, **more: Any) -> None:
-        """Compute rows of any lengths, before `end_row`, by the prefill kernel."""
+    def prefill(self, max_query_len: int, **more: Any) -> None:
+        """Compute rows of any lengths by the prefill kernel."""
         paged_attention_prefill(
             self.query, self.kv_cache, self.layout.block_table, self.layout.query_start,
-            self.layout.seq_lens[:end_row], **self._terms(), max_query_len=max_query_len,
+            self.layout.seq_lens, **self._terms(), max_query_len=max_query_len,
             out=self.out, **more,
         )  # fmt: skip
 
@@ -85,13 +81,6 @@ class LayerCall(NamedTuple):
             max_query_len=max_query_len, soft_cap=self.spec.soft_cap, sinks=self.sinks,
             out=self.out, **more,
         )  # fmt: skip
-
-    def dense(self, run: Run) -> None:
-        """Compute a run by torch's attention: nothing is cached of its rows."""
-        query, key, value = (part[run.tokens] for part in (self.query, self.key, self.value))
-        self.out[run.tokens] = causal_attention(
-            query, key, value, self.spec.scale, run.dense_length
-        )
 
 
 def may_share(spec: AttentionSpec) -> bool:

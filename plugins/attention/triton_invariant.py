@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
 from ...core.nn.context import BatchLayout
 from ...core.protocols.attention import ProjectedLayer
 from .triton import TritonAttention, TritonMetadata
@@ -26,16 +24,10 @@ class InvariantTritonAttention(TritonAttention):
     leveled_cache: ClassVar[bool] = False
 
     def build_metadata(self, layout: BatchLayout) -> TritonMetadata:
-        return TritonMetadata(layout, 0, ())
-
-    def prefers_launch(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> bool:
-        return False
+        return TritonMetadata(layout, 0)
 
     def least_shared_prefix(self, num_rows: int) -> None:
         return None
-
-    def prepare_ahead(self) -> bool:
-        return False
 
     def plan_projection(self, layer: ProjectedLayer) -> None:
         return None

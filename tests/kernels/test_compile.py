@@ -54,7 +54,7 @@ def test_no_kernel_is_left_out() -> None:
     names = {
         name
         for file in kernels.rglob("*.py")
-        for name in re.findall(r"@triton\.jit[^\n]*\ndef (\w*kernel)\(", file.read_text())
+        for name in re.findall(r"@(?:triton|gluon)\.jit[^\n]*\ndef (\w*kernel)\(", file.read_text())
     }
     programs = "".join(program.read_text() for program in PROGRAM_FILES)
     elsewhere = {"_smallest_kernel", "_uniform_matmul_kernel"}  # test_invariant_compile.py

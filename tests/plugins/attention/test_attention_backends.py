@@ -7,7 +7,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import forked
 import msgspec
@@ -22,7 +22,6 @@ from jackfield.core.protocols.attention import AttentionBackend, AttentionSpec, 
 from jackfield.plugins.attention import torch as torch_backend
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.attention.triton import TritonAttention
-from jackfield.plugins.attention.triton_dense import DensePlans
 from jackfield.plugins.conformance.attention_cases import bound_layer
 from jackfield.plugins.conformance.paged import Batch, Sizes, dense_attention, make_batch
 
@@ -200,21 +199,8 @@ def test_triton_backend_without_a_gpu_or_without_triton_says_so():
 
 
 @pytest.mark.gpu
-def test_long_fresh_rows_beside_others():
-    """A row that takes torch's dense attention, between rows that cannot."""
+def test_long_rows_beside_others() -> None:
+    """Rows with and without cached tokens, after one that takes the decode kernel."""
     spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=128, scale=128**-0.5)
-    sizes = [(30, 1), (70, 40), (2300, 2300), (2100, 2050), (2048, 2048), (5, 5)]
-    device, dtype = torch.device("cuda"), torch.bfloat16
-    backend = cast(TritonAttention, make_backend(TritonAttention, device, dtype, 16))
-    backend.plans = DensePlans([spec], 2560, device, dtype)
-    while backend.prepare_ahead():
-        pass
-    batch = make_batch(sizes, spec, 16, device, dtype)
-    runs = backend.build_metadata(batch.layout).runs
-    assert [(run.first_row, run.end_row, run.dense_length) for run in runs] == [
-        (1, 2, 0), (2, 3, 2560), (3, 4, 0), (4, 5, 2048), (5, 6, 0),
-    ]  # fmt: skip
-    expected = dense_attention(spec, batch.rows)
-    torch.testing.assert_close(
-        attend(backend, spec, batch).float(), expected, atol=2.5e-2, rtol=2.5e-2
-    )
+    sizes = [(30, 1), (70, 40), (2300, 2300), (2100, 2050), (5, 5)]
+    check(TritonAttention, sizes, spec, 16, torch.device("cuda"), torch.bfloat16, 2.5e-2)
