@@ -193,7 +193,7 @@ class PagedBackend(ABC):
     def least_shared_prefix(self, num_rows: int) -> int | None:
         """Return from how many tokens on it pays that `num_rows` rows of one token each, whose
         tables begin with the same blocks, read these once (`BatchLayout.shared_prefix`). None:
-        never; layouts then do not say what rows share."""
+        never; layouts then do not say what rows share. Asked for caches of the model's type."""
         return None
 
 

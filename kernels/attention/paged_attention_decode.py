@@ -314,8 +314,8 @@ def paged_attention_decode(
     position; codes of these positions in a row's own blocks are multiplied by zero. query_start:
     [at least num_rows + 1] int32; if given, width is 1, and only the leading rows with
     query_start[row + 1] = row + 1 are computed. prefix: of `attend_prefix`, for rows of one token
-    without a window, chunks or biases over a cache of floats. No host synchronisation; safe to
-    capture.
+    without a window, chunks or biases over a cache of query's type. No host synchronisation; safe
+    to capture.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_rows = num_tokens // width

@@ -22,13 +22,7 @@ import triton.language as tl
 from ..launch import launch
 from ..pdl import gdc_wait, pdl_options
 from .decode_floats import soft_capped
-from .quantized_tiles import (
-    block_width,
-    cache_arguments,
-    product_dtype,
-    product_query,
-    widen_floats,
-)
+from .quantized_tiles import block_width, cache_arguments
 
 LENGTH_UNIT = tl.constexpr(64)
 """Prefixes count in whole units, a multiple of every tile of keys."""
@@ -152,9 +146,6 @@ def _prefix_kernel(
     in_head = dim < HEAD_DIM
     source = query_ptr + (row * stride_query_row + head * stride_query_head)[:, None]
     query = tl.load(source + dim[None, :], mask=used[:, None] & in_head[None, :], other=0.0)
-    query = product_query(
-        query, product_dtype(key_cache_ptr.dtype.element_ty, query_ptr.dtype.element_ty)
-    )
     LOG2E: tl.constexpr = 1.4426950408889634
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -170,8 +161,6 @@ def _prefix_kernel(
         else:
             key = tl.load(key_cache_ptr + places, mask=in_head[None, :], other=0.0)
             value = tl.load(value_cache_ptr + places, mask=in_head[None, :], other=0.0)
-        key = widen_floats(key, query.dtype, True)
-        value = widen_floats(value, query.dtype, False)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         if SOFT_CAP > 0.0:
             scores = soft_capped(scores * scale, SOFT_CAP) * LOG2E
@@ -236,19 +225,17 @@ def attend_prefix(
     scale: float,
     num_splits: int,
     soft_cap: float | None = None,
-    key_scale: float = 1.0,
     workspace: torch.Tensor | None = None,
     bounds: torch.Tensor | None = None,
     config: PrefixConfig | None = None,
 ) -> PrefixSums:
     """Attend to the prefix of all rows. query: [num_rows, num_heads, head_dim]
 
-    kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of query's type, or fp8 that is
-    multiplied by `key_scale` (values: by the decode kernel). block_table: [num_rows, max_blocks]
-    int32, of which all rows begin with the same blocks; length: [1] int32, the tokens in them, at
-    least one fewer than any row has, or 0. bounds: [at least 1] int32; if given, only the first
-    bounds[0] rows are computed. workspace: float32, at least `prefix_elements`, contents free;
-    None: allocated here. No host synchronisation; safe to capture.
+    kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of query's type. block_table:
+    [num_rows, max_blocks] int32, of which all rows begin with the same blocks; length: [1] int32,
+    the tokens in them, fewer than any row has, or 0. bounds: [at least 1] int32; if given, only the
+    first bounds[0] rows are computed. workspace: float32, at least `prefix_elements`, contents
+    free; None: allocated here. No host synchronisation; safe to capture.
     """
     num_rows, num_heads, head_dim = query.shape
     cache = cache_arguments(kv_cache)
@@ -275,7 +262,7 @@ def attend_prefix(
         block_table,
         length,
         length if bounds is None else bounds,
-        scale * key_scale,
+        scale,
         num_rows,
         num_splits,
         query.stride(0),

@@ -12,6 +12,7 @@ from ...core.protocols.attention import AttentionSpec
 from ...kernels.attention.leveled_attention import leveled_attention
 from ...kernels.attention.paged_attention_decode import paged_attention_decode
 from ...kernels.attention.paged_attention_prefill import paged_attention_prefill
+from ...kernels.attention.quantized_tiles import is_narrow
 from ...kernels.attention.shared_prefix import MAX_PREFIX_HEAD_DIM, PrefixSums, attend_prefix
 
 
@@ -55,11 +56,11 @@ class LayerCall(NamedTuple):
     ) -> PrefixSums:
         """Attend to the prefix of the first `rows` rows, or of bounds[0] of them."""
         assert self.layout.shared_prefix is not None, "rows share a prefix"
-        assert isinstance(self.kv_cache, torch.Tensor), "codes are read by each row"
+        assert isinstance(self.kv_cache, torch.Tensor), "each row reads codes by itself"
         return attend_prefix(
             self.query[:rows], self.kv_cache, self.layout.block_table, self.layout.shared_prefix,
-            scale=self.spec.scale, soft_cap=self.spec.soft_cap, key_scale=self.spec.key_scale,
-            num_splits=num_splits, workspace=workspace, bounds=bounds,
+            scale=self.spec.scale, soft_cap=self.spec.soft_cap, num_splits=num_splits,
+            workspace=workspace, bounds=bounds,
         )  # fmt: skip
 
     def prefill(self, max_query_len: int, **more: Any) -> None:
@@ -96,9 +97,7 @@ def may_share(spec: AttentionSpec) -> bool:
 
 def reads_prefix_once(spec: AttentionSpec, kv_cache: KVCache, layout: BatchLayout) -> bool:
     """Return whether a layer's decode rows read once what they share in this step."""
-    return (
-        layout.shared_prefix is not None and may_share(spec) and isinstance(kv_cache, torch.Tensor)
-    )
+    return layout.shared_prefix is not None and may_share(spec) and not is_narrow(kv_cache)
 
 
 def layer_arguments(spec: AttentionSpec) -> dict[str, Any]:

@@ -264,7 +264,8 @@ class WorkerStart:
                     module.fill(positions)
         backend = self._backend(chosen, length, config.max_num_seqs, specs)
         prefixes = None
-        if config.enable_prefix_caching and not formats.quantized and not sizes.get("compacts"):
+        narrow = formats.quantized or formats.fp8_cache
+        if config.enable_prefix_caching and not narrow and not sizes.get("compacts"):
             prefixes = self._shared_prefixes(backend, groups, length)
         batch = self._batch(operations, length, num_groups=len(groups), prefixes=prefixes, **sizes)
         runner: ModelRunner | PoolingRunner

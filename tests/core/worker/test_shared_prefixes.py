@@ -140,7 +140,7 @@ class SharingAttention(TorchAttention):
 
     def build_metadata(self, layout: BatchLayout) -> Any:
         shared = 0 if layout.shared_prefix is None else int(layout.shared_prefix)
-        if shared:
+        if shared and not layout.group:  # Of those that see all tokens there is one.
             longer = np.flatnonzero(np.diff(layout.query_start_cpu) != 1)
             rows = int(longer[0]) if longer.size else layout.num_rows
             # Padding has one token, in the null block.
@@ -213,13 +213,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("recorded", "num_blocks"),
-    [(False, 60), (True, 60), (True, 14)],
-    ids=["launched", "recorded", "preempted"],
+    ("model", "recorded", "num_blocks"),
+    [("qwen3", False, 60), ("qwen3", True, 60), ("qwen3", True, 14), ("gemma3", False, 120)],
+    ids=["launched", "recorded", "preempted", "windows"],
 )
 async def test_rows_that_come_and_go_share_what_their_prompts_have_in_common(
-    recorded: bool, num_blocks: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, recorded: bool, num_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    checkpoint = make_checkpoint(model, tmp_path)
     monkeypatch.setattr(decode_graphs, "SHARED_COST", 4.0)  # Recorded at once.
     plugins = load_plugins()
     plugins.add_plugin(Plugin(), Provenance("tests", "0", "shared"))

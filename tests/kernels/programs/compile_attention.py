@@ -182,15 +182,7 @@ KERNELS = [
         for split in (False, True)
     ),
     (decode_splits._join_kernel, {**COMMON, **DECODE, "SHARED": True, "PDL": True}, 4),
-    *(
-        (
-            shared_prefix._prefix_kernel,
-            {**COMMON, **DECODE, "BLOCK_M": 64, "PDL": True},
-            4,
-            *types,
-        )
-        for types in ((), (FP8_CACHE,))
-    ),
+    (shared_prefix._prefix_kernel, {**COMMON, **DECODE, "BLOCK_M": 64, "PDL": True}, 4),
     # Rows of 5 and of 13 tokens.
     *(
         (
