@@ -164,10 +164,9 @@ def fails_to_compile(error: Exception) -> bool:
 
 def takes_heads(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     """Return whether the kernel computes heads of `head_dim` channels there, over caches of the
-    same type as queries."""
+    same type as queries. Sizes in between would be padded: not yet seen right on a device."""
     return (
-        64 <= head_dim <= 256
-        and head_dim % 8 == 0
+        head_dim in TILES
         and dtype in (torch.bfloat16, torch.float16)
         and not INTERPRETED
         and not _failures
@@ -179,9 +178,10 @@ def takes(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
     """Return whether the kernel computes queries over this cache: one whose pages lie one after the
     other, each with whole rows of swizzled lines."""
     keys, head_dim = kv_cache[0], query.shape[2]
-    num_blocks, block_size = keys.shape[:2]
+    num_blocks, block_size, num_kv_heads, _ = keys.shape
     return (
         takes_heads(query.dtype, head_dim, query.device)
+        and query.shape[1] // num_kv_heads <= TILES[head_dim].warpgroups * ROWS
         and kv_cache.dtype == query.dtype
         and block_size >= 8
         and block_size & (block_size - 1) == 0

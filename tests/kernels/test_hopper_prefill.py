@@ -24,7 +24,6 @@ def run(query, cache, table, start, seq_lens, **more):
         "attention_chunk_size": None, "sliding_window": None, "chunk_lookback": 0,
         "soft_cap": None, "sinks": None, "bounds": None, **more,
     }  # fmt: skip
-    assert hopper.takes(query, cache)
     return hopper.hopper_prefill(
         query, cache, table, start, seq_lens, torch.full_like(query, 7.0),
         first_row=0, num_rows=len(seq_lens), num_tokens=len(query),
@@ -102,10 +101,12 @@ def test_it_takes_caches_of_whole_pages_in_the_type_of_queries(monkeypatch) -> N
     query = torch.empty(5, 4, 128, dtype=torch.bfloat16)
     cache = torch.empty(2, 3, 16, 2, 128, dtype=torch.bfloat16)
     assert hopper.takes(query, cache)
+    assert not hopper.takes(query[..., :96].clone(), cache[..., :96].clone()), "padded heads"
     apart = torch.empty(2, 3, 32, 2, 128, dtype=torch.bfloat16)[:, :, :16]
     assert not hopper.takes(query, apart), "pages apart"
     assert not hopper.takes(query, cache.to(torch.float8_e4m3fn))
     assert not hopper.takes(query.half(), cache)
+    assert not hopper.takes(query.repeat(1, 65, 1), cache), "130 heads of a key head"
     assert not hopper.takes(query.float(), cache.float())
     assert not hopper.takes(query[..., :96], cache[..., :96]), "heads apart"
     for block_size in (4, 24):
