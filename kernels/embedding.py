@@ -39,8 +39,10 @@ def _embedding_kernel(
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < SIZE
     if PDL:
-        gdc_launch_dependents()
+        # In this order: the step's lengths and places are then written before any later kernel
+        # begins, and the first attention reads them ahead of its own wait.
         gdc_wait()
+        gdc_launch_dependents()
     start = tl.load(token_ids_ptr + row) * stride_weight
     x = tl.load(weight_ptr + start + offsets, mask=mask, other=0.0)
     if SCALED:

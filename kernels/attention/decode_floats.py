@@ -144,6 +144,57 @@ def attend_split(
 
 
 @triton.jit
+def attend_ahead(
+    acc,
+    m,
+    total,
+    query,
+    key,
+    value,
+    valid,
+    begin_tile,
+    end_tile,
+    lower,
+    newest,
+    key_cache_ptr,
+    value_cache_ptr,
+    table,
+    kv_head,
+    dim,
+    in_head,
+    slope,
+    scale,
+    stride_block,
+    stride_slot,
+    stride_head,
+    BLOCK_SIZE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """As `attend_split`, whose first TILES tiles the caller has loaded (`float_tile`). While these
+    are attended to, as many more come to registers: with little shared memory, this kernel's
+    programs can lie beside those of a product."""
+    position = begin_tile * BLOCK_N + tl.arange(0, BLOCK_N * TILES)
+    for tile in tl.range(begin_tile + TILES, end_tile, TILES, num_stages=1):
+        later_position = tile * BLOCK_N + tl.arange(0, BLOCK_N * TILES)
+        later_key, later_value, later_valid = float_tile(
+            later_position, lower, tl.minimum(newest, end_tile * BLOCK_N), key_cache_ptr,
+            value_cache_ptr, table, kv_head, dim, in_head, stride_block, stride_slot, stride_head,
+            BLOCK_SIZE,
+        )  # fmt: skip
+        acc, m, total = attend_floats(
+            acc, m, total, query, key, value, valid, position - newest, slope, scale, SOFT_CAP,
+            ALIBI,
+        )  # fmt: skip
+        key, value, valid, position = later_key, later_value, later_valid, later_position
+    return attend_floats(
+        acc, m, total, query, key, value, valid, position - newest, slope, scale, SOFT_CAP, ALIBI
+    )
+
+
+@triton.jit
 def attend_level(
     acc, m, total, query, begin_tile, end_tile, count, key_cache_ptr, value_cache_ptr, table,
     kv_head, slope, scale, BITS: tl.constexpr, TOKENS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,

@@ -109,8 +109,8 @@ FEW = [
     ids=str,
 )
 def test_it_equals_its_parts(dtype, splits, sizes, monkeypatch):
-    """Whether keys of short splits are loaded ahead of the projection or not, and whether a row's
-    new token has a program of its own or not."""
+    """Whether keys of short splits, or the next ones of any, are loaded ahead or none are, and
+    whether a row's new token has a program of its own or not."""
     heads, kv_heads, dim = sizes
     case = Case(heads, kv_heads, dim, dtype)
     rows = len(LENGTHS)
@@ -127,10 +127,11 @@ def test_it_equals_its_parts(dtype, splits, sizes, monkeypatch):
         (None, False, {"attention_chunk_size": 24, "chunk_lookback": 1}),
     ]
     monkeypatch.setattr(fused, "PRELOAD_BEHIND", 0)
-    for most, (number, (cos_sin, norms, options)) in itertools.product(
-        (fused.PRELOAD_BYTES, 0), enumerate(variants)
+    for (most, ahead), (number, (cos_sin, norms, options)) in itertools.product(
+        ((fused.PRELOAD_BYTES, 0), (0, 0), (0, rows)), enumerate(variants)
     ):
         monkeypatch.setattr(fused, "PRELOAD_BYTES", most)
+        monkeypatch.setattr(fused, "AHEAD_ROWS", ahead)
         monkeypatch.setattr(
             fused, "NEW_TOKEN_PROGRAM_ROWS", 0 if (number % 2 == 0) == (most > 0) else rows
         )

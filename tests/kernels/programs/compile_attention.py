@@ -91,6 +91,7 @@ FUSED = {
     "BLOCK_G": 4,
     "FP8": False,
     "PRELOAD_KV": False,
+    "AHEAD": False,
     "NEW_TOKEN_PROGRAM": False,
     "PREFETCH": False,
     "PDL": True,
@@ -120,6 +121,9 @@ KERNELS = [
             "BLOCK_G": 4,
             "FP8": False,
             "PRELOAD_KV": True,
+            "AHEAD": True,
+            "MIN_TILES": 1,
+            "BLOCK_N": 32,
             "NEW_TOKEN_PROGRAM": True,
             "PREFETCH": True,
             "PDL": True,
@@ -220,6 +224,9 @@ KERNELS = [
             "BLOCK_G": 4,
             "FP8": True,
             "PRELOAD_KV": True,
+            "AHEAD": True,
+            "MIN_TILES": 1,
+            "BLOCK_N": 32,
             "NEW_TOKEN_PROGRAM": True,
             "PREFETCH": True,
             "PDL": True,
@@ -279,6 +286,7 @@ KERNELS = [
             "BLOCK_G": 2,
             "FP8": False,
             "PRELOAD_KV": False,
+            "AHEAD": False,
             "NEW_TOKEN_PROGRAM": False,
             "PREFETCH": False,
             "PDL": True,
@@ -370,6 +378,7 @@ ONE_HEAD = {**COMMON, **DECODE, **FUSED, "NUM_HEADS": 8, "GROUP": 1, "BLOCK_M": 
             "kept_queries_ptr": None, "kept_places_ptr": None}  # fmt: skip
 KERNELS += [
     (fused_decode_attention._fused_decode_kernel, ONE_HEAD, 4),
+    (fused_decode_attention._fused_decode_kernel, {**ONE_HEAD, "AHEAD": True, "MIN_TILES": 1}, 4),
     (fused_decode_attention._fused_decode_kernel,
      {**ONE_HEAD, "PRELOAD_KV": False, "FP8": True, "SOFT_CAP": 5.0}, 4, FP8_CACHE),
 ]  # fmt: skip

@@ -41,6 +41,7 @@ for head_dim, group in ((128, 4), (64, 8), (256, 2), (96, 1)):
         "KEEP_QUERIES": False, "NORM_QUERY": True, "NORM_KEY": True, "MIN_TILES": 2,
         "BLOCK_M": 1 if group == 1 else 16, "BLOCK_G": group, "BLOCK_N": 32, "BLOCK_S": 8,
         "BLOCK_D": 1 << (head_dim - 1).bit_length(), "FP8": False, "PRELOAD_KV": False,
+        "AHEAD": False,
         "NEW_TOKEN_PROGRAM": group != 4, "PREFETCH": True, "PDL": True, "EARLY_LAUNCH": True,
         "kept_queries_ptr": None, "kept_places_ptr": None, **level_constants(tuple(formats)),
     }  # fmt: skip

@@ -33,7 +33,7 @@ DECODE = {"MIN_TILES": 2, "BLOCK_M": 16, "BLOCK_D": HEAD_DIM, "SPLIT": True, "PD
 FUSED = {
     "ROTARY_DIM": HEAD_DIM, "NORM_LAST": False, "POSITIONS": True, "KEEP_QUERIES": False,
     "NORM_QUERY": True, "NORM_KEY": True, "BLOCK_G": GROUP, "EARLY_LAUNCH": True,
-    "PRELOAD_KV": False, "NEW_TOKEN_PROGRAM": False, "PREFETCH": False,
+    "PRELOAD_KV": False, "AHEAD": False, "NEW_TOKEN_PROGRAM": False, "PREFETCH": False,
     "kept_queries_ptr": None, "kept_places_ptr": None, "slopes_ptr": None,
     "BLOCK_S": fused_decode_attention.JOIN_ELEMENTS // (GROUP * HEAD_DIM),
 }  # fmt: skip
