@@ -2,7 +2,14 @@
 
 from compiling import FP8_TYPES, INT4_TYPES, compile_cases, dense, words
 
-from jackfield.kernels.linear import gemv, int4_gemv, quant_matmul, small_m_matmul, split_k_sum
+from jackfield.kernels.linear import (
+    gemv,
+    int4_gemv,
+    normed_linear,
+    quant_matmul,
+    small_m_matmul,
+    split_k_sum,
+)
 from jackfield.kernels.quant import dequantize, quantize_rows
 from jackfield.kernels.quant.quantized_weight import TileFormat
 
@@ -230,6 +237,11 @@ KERNELS = [
             "BLOCK_K": 64,
             "EARLY_LAUNCH": False,
         },
+        4,
+    ),
+    (
+        normed_linear._normed_linear_kernel,
+        {"TOKENS": 4, "N": 128, "SIZE": 2048, "BIAS": True, "BLOCK": 2048, "PDL": True},
         4,
     ),
 ]
