@@ -68,7 +68,6 @@ class DraftGraphs:
         """The last step's tokens, `width` per row."""
         self.verdicts = torch.zeros((max_rows, 2), dtype=torch.int32, device=device)
         """The last step's `verified`."""
-        self.num_recorded = 0
 
     def missing(self) -> list[tuple[int, Ending]]:
         """Return what to record, smallest first: drafts pay for few rows."""
@@ -110,7 +109,6 @@ class DraftGraphs:
         self._send(none, rows, none.reshape(0, 2))
         self._step(rows, ending)
         self._replays[rows, ending] = self._record(lambda: self._step(rows, ending))
-        self.num_recorded += 1
 
     def _send(self, slots: np.ndarray, rows: int, writes: np.ndarray) -> None:
         numbers = np.full(self._header + writes.size, self._batch.scratch_slot, dtype=np.int32)

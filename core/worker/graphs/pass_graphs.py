@@ -78,7 +78,6 @@ class PassGraphs:
             (max_rows, num_drafts), dtype=torch.int64, device=batch.device
         )
         self._counts = torch.zeros(max_rows, dtype=torch.int64, device=batch.device)
-        self.num_recorded = 0
 
     # ------------------------------------------------------------ serving a step
 
@@ -178,7 +177,6 @@ class PassGraphs:
         except Exception as error:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         self._replays[rows, width] = self._record(lambda: self._step(rows, width))
-        self.num_recorded += 1
         seconds = time.monotonic() - began
         logger.debug("recorded passes of %d rows of width %d in %.3f s", rows, width, seconds)
 

@@ -39,16 +39,16 @@ class Losses:
 
 
 class CountedRecorder:
-    """Counts failed recordings, and logs the first."""
+    """Counts recordings and those that failed, and logs the first of these."""
 
     def __init__(self, record: Recorder) -> None:
         self._record = record
-        self.num_failures = 0
+        self.num_recorded = self.num_failures = 0
 
     def __call__(self, function: Callable[[], None]) -> Replay:
         """Record `function`. Raises RuntimeError."""
         try:
-            return self._record(function)
+            replay = self._record(function)
         except RuntimeError as error:
             if not self.num_failures:
                 logger.warning(
@@ -58,6 +58,8 @@ class CountedRecorder:
                 )  # fmt: skip
             self.num_failures += 1
             raise
+        self.num_recorded += 1
+        return replay
 
 
 class CudaRecorder:

@@ -113,12 +113,6 @@ class Variant:
                 for num_drafts in speculation.widths
             )
 
-    @property
-    def num_recorded(self) -> int:
-        """Number of graphs recorded so far."""
-        kinds = (self.decode, self.mixed, *self.drafts)
-        return sum(each.num_recorded for each in kinds if each is not None)
-
 
 class StepGraphs:
     """Records a few steps at the start, others in spare time."""
@@ -168,9 +162,7 @@ class StepGraphs:
 
     @property
     def num_recorded(self) -> int:
-        """Number of graphs recorded so far."""
-        kinds = (self.passes, self.encoders, *self.variants)
-        return sum(each.num_recorded for each in kinds if each is not None)
+        return self._record.num_recorded
 
     @property
     def num_failures(self) -> int:
