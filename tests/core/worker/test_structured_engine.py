@@ -14,6 +14,7 @@ from jackfield import AsyncEngine, EngineConfig, SamplingParams, StructuredOutpu
 from jackfield.core.errors import InvalidRequest
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.step import PrepareAhead
+from jackfield.core.worker.graphs.decode_graphs import DecodeKey
 from jackfield.core.worker.graphs.endings import Ending
 
 from helpers import at_once
@@ -114,7 +115,7 @@ async def test_recorded_steps_give_what_launched_ones_give() -> None:
         graphs = executor._worker.runner.decode.graphs
         while await executor.ask(PrepareAhead()):
             pass
-        assert not graphs.missing() and (8, Ending.LOGITS) in graphs._replays
+        assert not graphs.missing() and DecodeKey(8, Ending.LOGITS) in graphs._replays
     async with AsyncEngine(config()) as engine:
         launched = await at_once(engine, *(ask(engine, params) for params in MIXED))
     assert [tokens(output) for output in replayed] == [tokens(output) for output in launched]
