@@ -23,10 +23,9 @@ if importlib.util.find_spec("triton") is None:
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-PROGRAM_FILES = [
-    file for file in sorted(PROGRAMS.glob("compile_*.py")) if "experts" not in file.stem
-]
-"""All but the one that compiles each configuration of experts, which runs by night."""
+APART = ("compile_experts", "compile_invariant")
+"""Those with a test of their own."""
+PROGRAM_FILES = [file for file in sorted(PROGRAMS.glob("compile_*.py")) if file.stem not in APART]
 BY_DAY = ("compile_sums",)
 """The others take minutes together."""
 

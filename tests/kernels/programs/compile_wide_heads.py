@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import triton
+from compiling import constants_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from uniform_registers import unwritten_reads
@@ -21,6 +22,7 @@ from jackfield.kernels.attention import (
     paged_attention_decode,
     paged_attention_prefill,
 )
+from jackfield.kernels.attention.levels import level_constants
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 HEAD_DIM, GROUP, NUM_KV_HEADS = 512, 8, 2
@@ -28,13 +30,15 @@ HEADS = {
     "HEAD_DIM": HEAD_DIM, "GROUP": GROUP, "NUM_KV_HEADS": NUM_KV_HEADS,
     "NUM_HEADS": GROUP * NUM_KV_HEADS, "BLOCK_SIZE": 16, "WINDOW": 0, "CHUNK": 0, "SOFT_CAP": 0.0,
     "ALIBI": False, "DISTANCES": 0, "SINKS": False, "SHARED": False, "MIXED": False,
+    "SEVERAL": False, "UNIFORM": False,
 }  # fmt: skip
 DECODE = {"MIN_TILES": 2, "BLOCK_M": 16, "BLOCK_D": HEAD_DIM, "SPLIT": True, "PDL": True}
 FUSED = {
     "ROTARY_DIM": HEAD_DIM, "NORM_LAST": False, "POSITIONS": True, "KEEP_QUERIES": False,
     "NORM_QUERY": True, "NORM_KEY": True, "BLOCK_G": GROUP, "EARLY_LAUNCH": True,
     "PRELOAD_KV": False, "AHEAD": False, "NEW_TOKEN_PROGRAM": False, "PREFETCH": False,
-    "kept_queries_ptr": None, "kept_places_ptr": None, "slopes_ptr": None,
+    "kept_queries_ptr": None, "kept_places_ptr": None, "slopes_ptr": None, "slots_ptr": None,
+    "levels_ptr": None, "BLOCK_BYTES": 0, **level_constants(()),
     "BLOCK_S": fused_decode_attention.JOIN_ELEMENTS // (GROUP * HEAD_DIM),
 }  # fmt: skip
 NO_WORDS = {"key_words_ptr": None, "value_words_ptr": None}
@@ -73,7 +77,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 def compile_kernel(kernel, constants, types, num_warps, num_stages, most_spilled):
     names = kernel.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
+    constants = constants_of(kernel, constants)
     signature = {
         name: "constexpr"
         if name in constants

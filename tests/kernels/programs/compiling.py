@@ -76,6 +76,14 @@ TYPES = {
 """Of arguments by name; of others by how the name ends."""
 
 
+def constants_of(kernel, constants):
+    """Return those that the kernel has. Raises AssertionError if it needs others, too: without a
+    value they would be compiled as arguments."""
+    missing = {each.name for each in kernel.params if each.is_constexpr} - constants.keys()
+    assert not missing, f"{kernel.fn.__name__} needs {sorted(missing)}"
+    return {name: value for name, value in constants.items() if name in kernel.arg_names}
+
+
 def compile_cases(cases):
     """Compile each (kernel, constants, warps, types of its own); with `once` on the command line,
     each kernel's first case only."""
@@ -84,7 +92,7 @@ def compile_cases(cases):
     for kernel, constants, warps, *own in cases:
         types = {**TYPES, **(own[0] if own else {})}
         names = kernel.arg_names
-        constants = {name: value for name, value in constants.items() if name in names}
+        constants = constants_of(kernel, constants)
         signature = {
             name: "constexpr"
             if name in constants
