@@ -158,7 +158,11 @@ def fails_to_compile(error: Exception) -> bool:
         return False
     _failures.append(error)
     reason = str(error).strip().splitlines()[-1:]
-    logger.warning("prompts take the kernel for any GPU: Hopper's does not compile %s", reason)
+    logger.warning(
+        "prompts take the slower kernel for any GPU: Triton %s does not compile Hopper's %s; "
+        "install Triton 3.6 or 3.7, or choose --attention-backend triton_portable",
+        triton.__version__, reason,
+    )  # fmt: skip
     return True
 
 
