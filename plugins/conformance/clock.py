@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from math import inf
@@ -10,12 +11,17 @@ USUAL_SECONDS = 0.018
 """Seconds of `_little_work` on an idle core of the machine on which the bars were set."""
 _MAX_SPAN = 1.0
 """Most processor seconds over which the pace is measured."""
+GROWTH_ATTEMPTS = 4
+"""Most attempts of `growth`, each of which runs `small` twice."""
 _HOPELESS = 2.0
 """Two attempts that miss the bar by this factor suffice."""
 
 
 def growth(
-    small: Callable[[], object], large: Callable[[], object], bar: float, attempts: int = 4
+    small: Callable[[], object],
+    large: Callable[[], object],
+    bar: float,
+    attempts: int = GROWTH_ATTEMPTS,
 ) -> float:
     """Return the ratio of the processor times of `large` and `small`: the minimum of several
     attempts, the last being the first one that meets `bar`, or the second if both are far from it.
@@ -32,9 +38,17 @@ def growth(
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    start = time.process_time()
-    work()
-    return time.process_time() - start
+    """Return the processor seconds of this thread, without a collection of garbage, which goes
+    through what earlier tests left, too."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        start = time.thread_time()
+        work()
+        return time.thread_time() - start
+    finally:
+        if collects:
+            gc.enable()
 
 
 def processor_seconds(work: Callable[[], object], bar: float, attempts: int = 6) -> float:

@@ -29,12 +29,15 @@ from ...core.sampling_params import OutputKind, SamplingParams, StructuredOutput
 from ...core.scheduling.policy_keys import PolicyKeys
 from ...core.scheduling.scheduler import Scheduler
 from ...core.step import StepResult
-from .clock import growth
+from .clock import GROWTH_ATTEMPTS, growth
 from .kit import Kit
 
 NUM_BLOCKS = 12
 BLOCK = 4
 LONGEST = 40
+FIRST, POLICIES = 10, 40
+"""Keys of a new policy that are timed, and of how many policies together: for one alone, a cache
+that is cold takes as long as they do."""
 BAR = 20.0
 """Allowed ratio of the time of a key after some thousand requests to the time before them."""
 STUCK_SECONDS = 60.0
@@ -128,18 +131,18 @@ class SchedulePolicyKit(Kit):
 
     def test_a_key_costs_the_same_however_many_came_before(self) -> None:
         """A key that scans all earlier requests stops the server when many wait."""
-        many, some = self.make(), 10
-        fresh = [self.make() for _ in range(8)]
-        """One for each time that `growth` tries: what one keeps would grow."""
+        many = self.make()
         for number in range(5_000):
             many.key(make_request(number))
-        later = [make_request(5_000 + number) for number in range(some)]
-        earlier = [make_request(number) for number in range(some)]
+        earlier = [make_request(number) for number in range(FIRST)]
+        later = [make_request(5_000 + number) for number in range(FIRST * POLICIES)]
+        fresh = iter([self.make() for _ in range(GROWTH_ATTEMPTS * 2 * POLICIES)])
 
         def first_keys() -> None:
-            few = fresh.pop()
-            for request in earlier:
-                few.key(request)
+            """Ask new policies: what one keeps would grow from one attempt to the next."""
+            for policy in itertools.islice(fresh, POLICIES):
+                for request in earlier:
+                    policy.key(request)
 
         ratio = growth(first_keys, lambda: [many.key(request) for request in later], bar=BAR)
         assert ratio < BAR, f"after 5,000 requests a key takes {ratio:.0f} times as long"
