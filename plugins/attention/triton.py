@@ -32,7 +32,8 @@ from .torch_levels import sees_all
 
 try:
     from ...kernels.attention.decode_splits import choose_num_splits, workspace_elements
-    from ...kernels.attention.fused_decode_attention import fits_registers, fused_decode_attention
+    from ...kernels.attention.fused_decode_attention import fused_decode_attention
+    from ...kernels.attention.fused_decode_config import fits_registers
     from ...kernels.attention.levels import LevelRows
     from ...kernels.attention.paged_attention_prefill import has_hopper_kernel
     from ...kernels.attention.quantized_tiles import is_narrow

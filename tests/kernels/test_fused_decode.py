@@ -16,12 +16,10 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from jackfield.kernels import reference
-from jackfield.kernels.attention import fused_decode_attention as fused
+from jackfield.kernels.attention import fused_decode_config
 from jackfield.kernels.attention.decode_splits import workspace_elements
-from jackfield.kernels.attention.fused_decode_attention import (
-    fits_registers,
-    fused_decode_attention,
-)
+from jackfield.kernels.attention.fused_decode_attention import fused_decode_attention
+from jackfield.kernels.attention.fused_decode_config import fits_registers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
@@ -126,14 +124,16 @@ def test_it_equals_its_parts(dtype, splits, sizes, monkeypatch):
         (case.cos_sin, True, {"attention_chunk_size": 43}),
         (None, False, {"attention_chunk_size": 24, "chunk_lookback": 1}),
     ]
-    monkeypatch.setattr(fused, "PRELOAD_BEHIND", 0)
+    monkeypatch.setattr(fused_decode_config, "PRELOAD_BEHIND", 0)
     for (most, ahead), (number, (cos_sin, norms, options)) in itertools.product(
-        ((fused.PRELOAD_BYTES, 0), (0, 0), (0, rows)), enumerate(variants)
+        ((fused_decode_config.PRELOAD_BYTES, 0), (0, 0), (0, rows)), enumerate(variants)
     ):
-        monkeypatch.setattr(fused, "PRELOAD_BYTES", most)
-        monkeypatch.setattr(fused, "AHEAD_ROWS", ahead)
+        monkeypatch.setattr(fused_decode_config, "PRELOAD_BYTES", most)
+        monkeypatch.setattr(fused_decode_config, "AHEAD_ROWS", ahead)
         monkeypatch.setattr(
-            fused, "NEW_TOKEN_PROGRAM_ROWS", 0 if (number % 2 == 0) == (most > 0) else rows
+            fused_decode_config,
+            "NEW_TOKEN_PROGRAM_ROWS",
+            0 if (number % 2 == 0) == (most > 0) else rows,
         )
         expected, want_cache = case.expected(cos_sin, norms, **options)
         cache = case.cache.clone()

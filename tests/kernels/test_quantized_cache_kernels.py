@@ -16,12 +16,10 @@ pytest.importorskip("triton")
 from jackfield.core.cache.formats import QUANTIZED_FORMATS
 from jackfield.core.nn.kv_cache.quantized_cache import QuantizedCache, dequantize, quantize
 from jackfield.kernels import reference
-from jackfield.kernels.attention import fused_decode_attention as fused
+from jackfield.kernels.attention import fused_decode_config
 from jackfield.kernels.attention.decode_splits import workspace_elements
-from jackfield.kernels.attention.fused_decode_attention import (
-    fits_registers,
-    fused_decode_attention,
-)
+from jackfield.kernels.attention.fused_decode_attention import fused_decode_attention
+from jackfield.kernels.attention.fused_decode_config import fits_registers
 from jackfield.kernels.attention.paged_attention_decode import paged_attention_decode
 from jackfield.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from jackfield.kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
@@ -258,7 +256,7 @@ def test_fused_decode(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
             query.float(), expected_cache, case.table, case.seq_lens, **more
         )
         for splits, own_rows in ((1, 0), (3, 0), (3, 4)):
-            monkeypatch.setattr(fused, "NEW_TOKEN_PROGRAM_ROWS", own_rows)
+            monkeypatch.setattr(fused_decode_config, "NEW_TOKEN_PROGRAM_ROWS", own_rows)
             cache = QuantizedCache(*(part.clone() for part in case.cache))
             ring = torch.zeros(4, HEADS, dim, dtype=dtype, device=DEVICE)
             out = fused_decode_attention(

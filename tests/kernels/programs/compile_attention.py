@@ -4,8 +4,8 @@ from compiling import compile_cases
 
 from jackfield.kernels.attention import (
     decode_splits,
-    fused_decode_attention,
     fused_decode_codes,
+    fused_decode_floats,
     norm_heads,
     paged_attention_decode,
     paged_attention_prefill,
@@ -106,7 +106,7 @@ HEADS_OF_64 = {**PREFILL, "HEAD_DIM": 64, "KEY_WIDTH": 64, "BLOCK_K": 64}
 HEADS_OF_64 |= {"VALUE_WIDTH": 32, "BLOCK_V": 32}
 KERNELS = [
     (
-        fused_decode_attention._fused_decode_kernel,
+        fused_decode_floats._fused_decode_kernel,
         {
             **COMMON,
             **DECODE,
@@ -209,7 +209,7 @@ KERNELS = [
         {"slopes_ptr": "*bf16"},
     ),
     (
-        fused_decode_attention._fused_decode_kernel,
+        fused_decode_floats._fused_decode_kernel,
         {
             **COMMON,
             **DECODE,
@@ -271,7 +271,7 @@ KERNELS = [
         4,
     ),
     (
-        fused_decode_attention._fused_decode_kernel,
+        fused_decode_floats._fused_decode_kernel,
         {
             **DECODE,
             **WIDE,
@@ -362,7 +362,7 @@ KERNELS.append(
 KERNELS += [
     (paged_attention_decode._decode_kernel, {**DECODE, **CHUNKS, "SPLIT": True, "PDL": True}, 4),
     (decode_splits._join_kernel, {**DECODE, **CHUNKS, "PDL": True}, 4),
-    (fused_decode_attention._fused_decode_kernel,
+    (fused_decode_floats._fused_decode_kernel,
      {**DECODE, **CHUNKS, **FUSED, "BLOCK_G": 8, "POSITIONS": True, "kept_queries_ptr": None,
       "kept_places_ptr": None}, 4),
     (paged_attention_prefill._prefill_kernel, {**CHUNKS, "BLOCK_M": 256, "BLOCK_N": 64}, 8),
@@ -377,9 +377,9 @@ ONE_HEAD = {**COMMON, **DECODE, **FUSED, "NUM_HEADS": 8, "GROUP": 1, "BLOCK_M": 
             "BLOCK_N": 32, "NEW_TOKEN_PROGRAM": True, "PRELOAD_KV": True, "PREFETCH": True,
             "kept_queries_ptr": None, "kept_places_ptr": None}  # fmt: skip
 KERNELS += [
-    (fused_decode_attention._fused_decode_kernel, ONE_HEAD, 4),
-    (fused_decode_attention._fused_decode_kernel, {**ONE_HEAD, "AHEAD": True, "MIN_TILES": 1}, 4),
-    (fused_decode_attention._fused_decode_kernel,
+    (fused_decode_floats._fused_decode_kernel, ONE_HEAD, 4),
+    (fused_decode_floats._fused_decode_kernel, {**ONE_HEAD, "AHEAD": True, "MIN_TILES": 1}, 4),
+    (fused_decode_floats._fused_decode_kernel,
      {**ONE_HEAD, "PRELOAD_KV": False, "FP8": True, "SOFT_CAP": 5.0}, 4, FP8_CACHE),
 ]  # fmt: skip
 compile_cases(KERNELS)

@@ -4,7 +4,7 @@ import torch
 from compiling import compile_cases
 
 from jackfield.core.cache.level_options import level_format
-from jackfield.kernels.attention.fused_decode_attention import _fused_decode_kernel
+from jackfield.kernels.attention.fused_decode_floats import _fused_decode_kernel
 from jackfield.kernels.attention.leveled_attention import (
     _join_all_kernel,
     _leveled_kernel,

@@ -17,8 +17,9 @@ from uniform_registers import unwritten_reads
 
 from jackfield.kernels.attention import (
     decode_splits,
-    fused_decode_attention,
     fused_decode_codes,
+    fused_decode_config,
+    fused_decode_floats,
     paged_attention_decode,
     paged_attention_prefill,
 )
@@ -39,7 +40,7 @@ FUSED = {
     "PRELOAD_KV": False, "AHEAD": False, "NEW_TOKEN_PROGRAM": False, "PREFETCH": False,
     "kept_queries_ptr": None, "kept_places_ptr": None, "slopes_ptr": None, "slots_ptr": None,
     "levels_ptr": None, "BLOCK_BYTES": 0, **level_constants(()),
-    "BLOCK_S": fused_decode_attention.JOIN_ELEMENTS // (GROUP * HEAD_DIM),
+    "BLOCK_S": fused_decode_config.JOIN_ELEMENTS // (GROUP * HEAD_DIM),
 }  # fmt: skip
 NO_WORDS = {"key_words_ptr": None, "value_words_ptr": None}
 WORDS = {"key_words_ptr": "*i32", "value_words_ptr": "*i32"}
@@ -118,7 +119,7 @@ for name, (key_bits, value_bits, caches, most_spilled) in FORMATS.items():
     block_n, *launch = decode_splits.decode_config(HEAD_DIM, torch.bfloat16, 2)
     decode = {**constants, **DECODE, "BLOCK_N": block_n, "BLOCK_V": value_width}
     compile_kernel(paged_attention_decode._decode_kernel, decode, types, *launch, 0)
-    fused = fused_decode_attention._fused_decode_kernel
+    fused = fused_decode_floats._fused_decode_kernel
     if key_bits < 16:
         fused = fused_decode_codes.fused_decode_codes_kernel
     compile_kernel(fused, {**decode, **FUSED}, types, *launch, 0)
