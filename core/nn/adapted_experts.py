@@ -8,7 +8,8 @@ import torch
 
 from .activations import ExpertActivation
 from .adapter_sites import LayerChange, Site
-from .operations import ExpertWeight, Operations, num_rows
+from .layer_operations.experts import ExpertWeight, num_rows
+from .operations import Operations
 from .routing import Routing
 from .step_operations.adapters import CHUNK_TOKENS, AdapterChunks, AdapterTables, chunk_count
 

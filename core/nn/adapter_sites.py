@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .operations import Norm, Operations
+from .layer_operations.products import Norm
+from .operations import Operations
 from .step_operations.adapters import AdapterChunks, SiteWeights
 
 

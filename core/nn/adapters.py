@@ -18,14 +18,10 @@ from .adapted_experts import AdaptedExpertOperations
 from .adapter_sites import AdapterState, LayerChange, Site
 from .embedding import Embedding
 from .experts import ExpertLinear, Experts, Router
+from .layer_operations.products import Norm, PositionRows, with_positions
 from .linear import Linear
 from .norm import RMSNorm
-from .operations import (
-    Norm,
-    Operations,
-    PositionRows,
-    with_positions,
-)
+from .operations import Operations
 from .quantized import QuantizedEmbedding, QuantizedLinear
 
 

@@ -13,8 +13,9 @@ from ..cache.groups import CachePart, TokenCache
 from ..protocols.attention import AttentionBackend, AttentionSpec, Projection
 from .context import BatchLayout, BuildContext, ForwardContext
 from .kv_cache.quantized_cache import KVCache, QuantizedCache
+from .layer_operations.heads import HeadLayout, rotate
+from .layer_operations.products import Norm
 from .norm import RMSNorm
-from .operations import HeadLayout, Norm, rotate
 from .rotary import Rotary
 from .spans import attend_in_spans
 

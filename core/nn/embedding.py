@@ -10,8 +10,8 @@ from torch import nn
 
 from ..parallel.sharding import Sharding
 from .context import BuildContext
+from .layer_operations.products import PositionRows, with_positions
 from .norm import before_product
-from .operations import PositionRows, with_positions
 
 
 class Embedding(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 from ..cache.groups import CachePart, SourceCache
 from ..protocols.attention import AttentionSpec
 from .context import BuildContext, EncodeContext, ForwardContext
-from .operations import HeadLayout, rotate, split_heads
+from .layer_operations.heads import HeadLayout, rotate, split_heads
 from .ragged import RaggedRows
 
 

@@ -16,10 +16,11 @@ from ..parallel.sharding import Features
 from .activations import ClampedSwiGLU, ExpertActivation, LimitedSwiGLU
 from .context import BuildContext
 from .expert_balance.places import ExpertBalance
+from .layer_operations.experts import ExpertWeight
 from .linear import Linear, MergedLinear
 from .mlp import GatedMLP, PlainMLP
 from .norm import before_product
-from .operations import ExpertWeight, Operations
+from .operations import Operations
 from .quantized import QuantizedLinear
 from .routing import Routing, RoutingRule
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from ..parallel.sharding import Features, Sharding, even_slice, length
 from .context import BuildContext
+from .layer_operations.products import NormSums
 from .norm import NO_SUMS, LayerNorm, before_product
-from .operations import NormSums
 
 
 class Linear(nn.Module):

@@ -17,7 +17,8 @@ from torch import nn
 from ..errors import ConfigError
 from ..parallel.sharding import Sharding
 from .context import BuildContext
-from .operations import CenteredNorm, Norm, NormSums, Operations
+from .layer_operations.products import CenteredNorm, Norm, NormSums
+from .operations import Operations
 
 SUMMED_ROWS = 4096
 """Of a weight that are float32 at once while it is summed."""

@@ -17,8 +17,10 @@ from torch import nn
 from ..old_names import module_getattr, warn
 from ..parallel.expert_share import ExpertShare
 from ..parallel.sharding import Features, Sharding
+from .layer_operations.experts import DenseRows, ExpertWeight
+from .layer_operations.products import PositionRows, with_positions
 from .norm import before_product
-from .operations import DenseRows, ExpertWeight, Operations, PositionRows, with_positions
+from .operations import Operations
 from .quantized_weight import QuantizedWeight, dequantize
 
 Axis: TypeAlias = tuple[Features, int]

@@ -18,13 +18,7 @@ import pytest
 import torch
 
 from ...core.nn.activations import ACTIVATIONS
-from ...core.nn.operations import (
-    CenteredNorm,
-    Norm,
-    NormSums,
-    Operations,
-    PositionRows,
-)
+from ...core.nn.operations import CenteredNorm, Norm, NormSums, Operations, PositionRows
 from ...core.nn.quantized_weight import (
     QuantizedWeight,
     e2m1_run,

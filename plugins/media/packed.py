@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...core.nn.operations import Norm, Operations, rotate
+from ...core.nn.layer_operations.heads import rotate
+from ...core.nn.operations import Norm, Operations
 from ...core.nn.ragged import RaggedRows
 
 

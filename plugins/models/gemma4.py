@@ -19,10 +19,10 @@ from ...core.loading.weight_map import StackedExperts, WeightMap
 from ...core.nn.attention import Attention
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.experts import SparseMLP
+from ...core.nn.layer_operations.heads import rotate
 from ...core.nn.linear import MergedLinear
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm, ScaledRMSNorm
-from ...core.nn.operations import rotate
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import Routing, RoutingRule
 from ...core.parallel.missing_layer import MissingLayer

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...core.nn.activations import ClampedSwiGLU, ExpertActivation, LimitedSwiGLU
-from ...core.nn.operations import DenseRows, ExpertWeight
+from ...core.nn.layer_operations.experts import DenseRows, ExpertWeight
 from ...core.nn.quantized_weight import QuantizedWeight
 from ...core.nn.routing import Routing
 from ...kernels.activations import Clamp, GatedActivation, Limit

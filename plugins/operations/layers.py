@@ -9,15 +9,10 @@ import torch
 
 from ...core.nn.activations import ExpertActivation
 from ...core.nn.kv_cache.quantized_cache import KVCache, QuantizedCache, code_bits
-from ...core.nn.operations import (
-    AnyNorm,
-    CenteredNorm,
-    ExpertWeight,
-    HeadLayout,
-    Norm,
-    Operations,
-    split_heads,
-)
+from ...core.nn.layer_operations.experts import ExpertWeight
+from ...core.nn.layer_operations.heads import split_heads
+from ...core.nn.layer_operations.products import AnyNorm
+from ...core.nn.operations import CenteredNorm, HeadLayout, Norm, Operations
 from ...core.nn.quantized_weight import QuantizedWeight
 from ...core.nn.routing import Routing, RoutingRule
 from ...kernels.activations import gelu_mul, silu_mul, xielu

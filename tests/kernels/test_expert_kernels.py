@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jackfield.core.nn.activations import ClampedSwiGLU, ExpertActivation, LimitedSwiGLU
-from jackfield.core.nn.operations import ExpertWeight, Operations
+from jackfield.core.nn.layer_operations.experts import ExpertWeight
+from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.quantized_weight import (
     QuantizedWeight,
     dequantize,

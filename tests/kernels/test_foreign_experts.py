@@ -29,7 +29,7 @@ from test_expert_kernels import (
     routing,
 )
 
-from jackfield.core.nn.operations import ExpertWeight
+from jackfield.core.nn.layer_operations.experts import ExpertWeight
 from jackfield.core.nn.quantized_weight import QuantizedWeight
 from jackfield.core.nn.routing import Routing
 from jackfield.core.parallel.expert_share import ExpertShare

@@ -22,8 +22,9 @@ from jackfield.core.loading.quantize import quantized_layers
 from jackfield.core.nn.activations import ClampedSwiGLU
 from jackfield.core.nn.context import BuildContext
 from jackfield.core.nn.experts import SparseMLP
+from jackfield.core.nn.layer_operations.experts import ExpertWeight
 from jackfield.core.nn.norm import RMSNorm
-from jackfield.core.nn.operations import ExpertWeight, Operations
+from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.quantized_weight import (
     QuantizedWeight,
     dequantize,

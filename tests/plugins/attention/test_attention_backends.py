@@ -17,7 +17,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from jackfield.core.nn.operations import rotate
+from jackfield.core.nn.layer_operations.heads import rotate
 from jackfield.core.protocols.attention import AttentionBackend, AttentionSpec, BackendSetup
 from jackfield.plugins.attention import torch as torch_backend
 from jackfield.plugins.attention.torch import TorchAttention

@@ -1,0 +1,1 @@
+"""Operations of layers, in plain torch: parts of `Operations`."""
