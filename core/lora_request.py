@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
 from .errors import InvalidRequest, ModelNotFound, shown
+
+if TYPE_CHECKING:
+    from .config.adapter_options import LoRAModule
 
 MAX_NAME_LENGTH = 256
 """Characters of an adapter's name."""
@@ -117,6 +121,14 @@ class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     pinned: bool = False
     most: int | None = None
     """Adapters that the owner may have with it; None: any number."""
+
+
+def configured_loads(modules: Iterable[LoRAModule]) -> list[LoadAdapter]:
+    """Return the loads of the adapters that are there from the start."""
+    return [
+        LoadAdapter(name=m.name, path=m.path, parent=m.base_model_name, pinned=m.pinned)
+        for m in modules
+    ]
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unload"):

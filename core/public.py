@@ -1,7 +1,7 @@
 """The public API: the modules and names that code outside Jackfield may import.
 
 They keep their names and meaning. A change that requires plugins to change raises
-`hooks.API_VERSION`; an addition (an argument with a default, an optional method) does not.
+`hook_versions.API_VERSION`; an addition (an argument with a default, an optional method) does not.
 Everything else is internal, whatever its name, and may move or be removed in any version.
 docs/reference/public-api.md is written from here, and a test holds the packages outside the tree,
 the skeletons and the documentation to it.

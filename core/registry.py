@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 import pluggy
 
-from . import hooks
+from . import hook_versions, hooks
 from .errors import ConfigError, PluginError
 from .registration.plugin_checks import (
     API_ATTRIBUTE,
@@ -163,7 +163,7 @@ class Plugins:
             for kind, hook in KINDS.items():
                 registry = self.registries[kind]
                 registry._registering = provenance
-                registry._registering_api = hooks.API_VERSION if own else stated or 1
+                registry._registering_api = hook_versions.API_VERSION if own else stated or 1
                 registry._is_partial = kind != "model" and not has_model
                 for impl in self.implementations(hook, name):
                     if inspect.iscoroutine(result := impl.function(registry)):

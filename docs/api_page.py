@@ -13,6 +13,7 @@ from typing import Any
 from markdown_table import table
 
 from jackfield.core import hooks
+from jackfield.core.hook_versions import API_VERSION
 
 
 def public_api() -> str:
@@ -23,7 +24,7 @@ def public_api() -> str:
         "# Public modules\n\n",
         "What of Jackfield code outside may import. These names stay and keep their meaning; what "
         "changes so that a plugin must change raises the hook API version "
-        f"(now {hooks.API_VERSION}, see [hooks](hooks.md)), and what is added to them does not. "
+        f"(now {API_VERSION}, see [hooks](hooks.md)), and what is added to them does not. "
         "Everything else may move or go with any version, whatever its name. "
         "Source: [core/public.py](../../core/public.py); a test holds the packages in "
         "[examples](../../examples/plugins), what `jackfield plugins new` writes and the programs "

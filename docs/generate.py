@@ -29,6 +29,7 @@ from jackfield.core import sampling_params as params
 from jackfield.core.config import EngineConfig, StructuredOutputsConfig
 from jackfield.core.data_parallel.metrics import PoolMetrics
 from jackfield.core.engine import core as engine_core
+from jackfield.core.hook_versions import API_VERSION
 from jackfield.core.metrics.adapter_metrics import AdapterCounts, AdapterMetrics
 from jackfield.core.metrics.metrics import EngineMetrics
 from jackfield.core.metrics.rank_metrics import RankMetrics
@@ -177,7 +178,7 @@ def hook_page() -> str:
         "Source, and the page to read first: [core/hooks.py](../../core/hooks.py). The contracts "
         "are in [core/protocols/](../../core/protocols/). How to write a plugin: "
         "[write a plugin](../how-to/write-a-plugin.md).\n\n",
-        f"Hook API version: {hooks.API_VERSION}, which plugins state as `jackfield_api`.\n\n",
+        f"Hook API version: {API_VERSION}, which plugins state as `jackfield_api`.\n\n",
     ]
     rows = []
     for name, function in _hooks():

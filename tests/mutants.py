@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jackfield.core.hooks import API_VERSION, hookimpl
+from jackfield.core.hook_versions import API_VERSION
+from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import KINDS
 from jackfield.plugins.conformance.kit import Kit
 

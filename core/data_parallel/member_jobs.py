@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
+from ..background_tasks import BackgroundTasks
 from ..config import EngineConfig
 from ..errors import EngineStopped, InvalidRequest
 from ..live.engine_jobs import (
@@ -29,11 +30,11 @@ from ..lora_request import (
     ListAdapters,
     LoadAdapter,
     UnloadAdapter,
+    configured_loads,
 )
 from .member import Member, MemberProcess
 
 logger = logging.getLogger("jackfield.member")
-T = TypeVar("T")
 
 
 def merged_cards(cards: Iterable[AdapterCard]) -> list[AdapterCard]:
@@ -60,21 +61,16 @@ class MemberJobs:
         """serving: returns the members that serve, at least one."""
         self._serving = serving
         self._adapters: dict[tuple[str, str], LoadAdapter] = {
-            ("", module.name): LoadAdapter(
-                name=module.name,
-                path=module.path,
-                parent=module.base_model_name,
-                pinned=module.pinned,
-            )
-            for module in config.lora_modules
+            ("", job.name): job for job in configured_loads(config.lora_modules)
         }
         """Owner and name → how what has been loaded by name is loaded again."""
         self._adapter_jobs = asyncio.Lock()
         """Of what changes adapters, one at a time."""
         self._coming: tuple[str, str] | None = None
         """Owner and name of a new adapter that some members have, and others not yet."""
-        self._tasks: set[asyncio.Future[Any]] = set()
-        """Changes in progress."""
+        self._tasks = BackgroundTasks()
+        """Changes in progress, which their callers do not end: what some members have done, all do,
+        and it is known for one that starts again."""
         self._files: ReadFiles | None = None
         """Where the update in progress was read from."""
         self._committed: tuple[ReadFiles | None, str] | None = None
@@ -89,7 +85,7 @@ class MemberJobs:
             replies = await asyncio.gather(*(each.ask_adapters(job) for each in self._serving()))
             cards = merged_cards(chain.from_iterable(replies))
             return [card for card in cards if (card.owner, card.name) != self._coming]
-        return await self._to_its_end(self._change_adapters(job))
+        return await self._tasks.finish(self._change_adapters(job))
 
     async def _change_adapters(self, job: AdapterJob) -> list[AdapterCard]:
         async with self._adapter_jobs:
@@ -142,15 +138,7 @@ class MemberJobs:
     async def ask_live(self, job: LiveJob, num_ranks: int) -> dict[str, Any]:
         """Let all members, of so many ranks each, do what a job says; return what they are
         together."""
-        return await self._to_its_end(self._live_together(job, num_ranks))
-
-    async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do what changes members, also if its caller goes away: what some have done, all do, and
-        it is known for a member that starts again."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        return await self._tasks.finish(self._live_together(job, num_ranks))
 
     async def _live_together(self, job: LiveJob, num_ranks: int) -> dict[str, Any]:
         if isinstance(job, CommitUpdate):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from typing import Any
 
-from .. import hooks
+from .. import hook_versions, hooks
 from ..errors import PluginError
 from ..spelling import nearest
 
@@ -90,10 +90,10 @@ def api_refusal(stated: object, plugin: object = None) -> str | None:
     version = 1 if stated is None else stated
     if type(version) is not int:
         return f"{API_ATTRIBUTE}: {stated!r} is no hook API version, which is a whole number"
-    if version == hooks.API_VERSION:
+    if version == hook_versions.API_VERSION:
         return None
-    has = f"this Jackfield has {hooks.API_VERSION}"
-    if version > hooks.API_VERSION:
+    has = f"this Jackfield has {hook_versions.API_VERSION}"
+    if version > hook_versions.API_VERSION:
         return f"it is built for hook API {version}, {has}: update Jackfield"
     built = f"it is built for hook API {version}, {has}"
     update = "update the plugin"
@@ -101,15 +101,15 @@ def api_refusal(stated: object, plugin: object = None) -> str | None:
         built = f"it states no {API_ATTRIBUTE}, which counts as hook API {version}, and {has}"
         place = "" if plugin is None else f" in {_place(plugin)}"
         update = (
-            f"if it is written for that, set {API_ATTRIBUTE} = {hooks.API_VERSION}{place}, else "
-            f"{update}"
+            f"if it is written for that, set {API_ATTRIBUTE} = {hook_versions.API_VERSION}{place}, "
+            f"else {update}"
         )
     if plugin is None or version < 1:
         return f"{built}: {update}"
     since = {
         hook: newer
-        for newer in range(version + 1, hooks.API_VERSION + 1)
-        for hook in hooks.CHANGED_HOOKS.get(newer, ())
+        for newer in range(version + 1, hook_versions.API_VERSION + 1)
+        for hook in hook_versions.CHANGED_HOOKS.get(newer, ())
     }
     used = {hook for _, hook, _ in _implementations(plugin)}
     changed = [f"{hook} (in {since[hook]})" for hook in sorted(used & since.keys())]

@@ -13,7 +13,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from ..errors import JackfieldError, PluginError
-from ..hooks import API_VERSION, PROJECT
+from ..hook_versions import API_VERSION
+from ..hooks import PROJECT
 from .contracts import completed, violation
 from .plugin_checks import near
 

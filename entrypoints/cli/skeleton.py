@@ -9,7 +9,7 @@ from string import Template
 from typing import NamedTuple
 
 from ...core.errors import ConfigError
-from ...core.hooks import API_VERSION
+from ...core.hook_versions import API_VERSION
 from ...core.spelling import nearest
 
 TEMPLATES = Path(__file__).resolve().parent / "skeletons"

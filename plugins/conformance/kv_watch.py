@@ -11,7 +11,8 @@ import msgspec
 import torch
 
 from ...core.config import KVTransferConfig
-from ...core.hooks import API_VERSION, hookimpl
+from ...core.hook_versions import API_VERSION
+from ...core.hooks import hookimpl
 from ...core.parts.kv_transfer import KVReport
 from ...core.protocols.kv import (
     KVCodec,

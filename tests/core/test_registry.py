@@ -17,9 +17,9 @@ import pytest
 from installing import Install
 
 from jackfield import hookimpl
-from jackfield.core import hooks, protocols
+from jackfield.core import hook_versions, hooks, protocols
 from jackfield.core.errors import PluginError
-from jackfield.core.hooks import API_VERSION
+from jackfield.core.hook_versions import API_VERSION
 from jackfield.core.protocols.logits_processors import LogitsProcessor
 from jackfield.core.registration.contracts import CONTRACTS
 from jackfield.core.registry import (
@@ -280,13 +280,13 @@ def test_a_plugin_that_has_skipped_versions_is_told_the_last_one_that_changed_it
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install("both", "jackfield_api = 2\n" + EXECUTOR + PARSER)
-    monkeypatch.setattr(hooks, "API_VERSION", 4)
+    monkeypatch.setattr(hook_versions, "API_VERSION", 4)
     changed = {
         2: ("register_executors",),
         3: ("register_attention_backends",),
         4: ("register_tool_parsers",),
     }
-    monkeypatch.setattr(hooks, "CHANGED_HOOKS", changed)
+    monkeypatch.setattr(hook_versions, "CHANGED_HOOKS", changed)
     (failed,) = load_plugins().failed
     assert failed.error.endswith(
         "has 4, which changed register_tool_parsers (in 4): update the plugin"
@@ -309,8 +309,8 @@ def test_the_page_on_versions_names_every_change() -> None:
     sections = re.split(r"^## Version (\d+)$", page.read_text(), flags=re.M)
     texts = dict(zip(map(int, sections[1::2]), sections[2::2], strict=True))
     assert sorted(texts) == list(range(1, API_VERSION + 1))
-    assert set(hooks.CHANGED_HOOKS) == set(range(2, API_VERSION + 1))
-    for version, changed in hooks.CHANGED_HOOKS.items():
+    assert set(hook_versions.CHANGED_HOOKS) == set(range(2, API_VERSION + 1))
+    for version, changed in hook_versions.CHANGED_HOOKS.items():
         assert set(re.findall(r"`(register_\w+|step_finished)`", texts[version])) >= set(changed)
 
 

@@ -26,7 +26,7 @@ from pages import BLOCKS, FENCE, PAGES, ROOM_PAGES, ROOT, name_of
 
 from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.errors import ConfigError
-from jackfield.core.hooks import API_VERSION
+from jackfield.core.hook_versions import API_VERSION
 from jackfield.core.registry import Plugins, load_plugins
 from jackfield.core.scheduling.parts.part import SchedulerPart
 from jackfield.core.worker.parts.part import WorkerPart

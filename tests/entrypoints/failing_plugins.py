@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jackfield import AsyncEngine, SamplingParams, hookimpl
-from jackfield.core.hooks import API_VERSION
+from jackfield.core.hook_versions import API_VERSION
 from jackfield.core.registry import KINDS, Plugins, Provenance, load_plugins
 
 BAD = Provenance("bad-dist", "2.0", "bad")

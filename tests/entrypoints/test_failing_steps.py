@@ -13,7 +13,7 @@ from installing import Install
 from serving import engine_config, save_random
 
 from jackfield import AsyncEngine, hookimpl
-from jackfield.core.hooks import API_VERSION
+from jackfield.core.hook_versions import API_VERSION
 from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.quantized import PRODUCTS
 from jackfield.core.registration.failing_plugin import failing_plugin

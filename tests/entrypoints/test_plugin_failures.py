@@ -25,7 +25,7 @@ from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.config import KVTransferConfig, StructuredOutputsConfig
 from jackfield.core.config.speculative_config import SpeculativeConfig
 from jackfield.core.errors import JackfieldError, RequestFailed
-from jackfield.core.hooks import API_VERSION
+from jackfield.core.hook_versions import API_VERSION
 from jackfield.core.registration.plugin_checks import HOOKS
 from jackfield.core.registry import KINDS, Plugins, Provenance, load_plugins
 from jackfield.core.sampling_params import StructuredOutputsParams

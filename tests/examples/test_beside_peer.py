@@ -75,7 +75,7 @@ def left_over(mark: str) -> list[str]:
 
 STUCK = """
 from jackfield import hookimpl
-from jackfield.core.hooks import API_VERSION as jackfield_api
+from jackfield.core.hook_versions import API_VERSION as jackfield_api
 
 @hookimpl
 def register_models(registry):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jackfield.core.adapters import registry
+from jackfield.core.adapters import names as adapter_names
 from jackfield.core.adapters.registry import AdapterRegistry
 from jackfield.core.config import EngineConfig
 from jackfield.core.errors import ConfigError, InvalidRequest, ModelNotFound, PluginError
@@ -343,7 +343,7 @@ async def test_unknown_names_leave_nothing_behind(tmp_path: Path) -> None:
         *(house.begin(f"name {n}") for n in range(200)), return_exceptions=True
     )
     assert all(isinstance(result, ModelNotFound) for result in results)
-    assert not house.registry._resolving and not house.registry._tasks
+    assert not house.registry._tasks
     assert not await house.cards() and house.registry.counts().requests_waiting == 0
 
 
@@ -583,7 +583,7 @@ async def test_an_owner_has_so_many_adapters_and_no_more(tmp_path: Path) -> None
 async def test_resolvers_names_make_room_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "MAX_NAMES", 3)
+    monkeypatch.setattr(adapter_names, "MAX_NAMES", 3)
     served = tmp_path / "served"
     served.mkdir()
     house = House(served, lora_resolver_cache_dir=str(served))
@@ -639,7 +639,7 @@ async def test_several_are_read_at_once_and_those_of_a_name_one_after_another(
 async def test_those_that_are_read_together_are_no_more_than_may_be_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "MAX_NAMES", 3)
+    monkeypatch.setattr(adapter_names, "MAX_NAMES", 3)
     house = House(tmp_path, max_cpu_loras=16)
     names = [f"a{number}" for number in range(5)]
     for name in names:

@@ -14,7 +14,8 @@ from mutants import plugin_of
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, EngineStopped
-from jackfield.core.hooks import API_VERSION, hookimpl
+from jackfield.core.hook_versions import API_VERSION
+from jackfield.core.hooks import hookimpl
 from jackfield.core.protocols import PartSetup, StepPart
 from jackfield.core.registry import Plugins, load_plugins
 from jackfield.core.request import Request

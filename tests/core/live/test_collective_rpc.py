@@ -12,7 +12,8 @@ from rank_executor import Plugin
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import InvalidRequest, PluginError, RequestFailed
-from jackfield.core.hooks import API_VERSION, hookimpl
+from jackfield.core.hook_versions import API_VERSION
+from jackfield.core.hooks import hookimpl
 from jackfield.core.protocols.parts import PartSetup, StepPart
 from jackfield.core.registry import load_plugins
 from jackfield.core.worker.parts.part import PartSite, PartStart, StartContext, WorkerPart

@@ -13,7 +13,8 @@ import torch
 
 from jackfield.core.config import EngineConfig
 from jackfield.core.errors import ConfigError, PluginError
-from jackfield.core.hooks import API_VERSION, hookimpl
+from jackfield.core.hook_versions import API_VERSION
+from jackfield.core.hooks import hookimpl
 from jackfield.core.parallel.join import join, leave, listen
 from jackfield.core.parallel.ranks import Pipeline, Ranks
 from jackfield.core.registry import Provenance, load_plugins

@@ -13,7 +13,8 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, PluginError
-from jackfield.core.hooks import API_VERSION, hookimpl
+from jackfield.core.hook_versions import API_VERSION
+from jackfield.core.hooks import hookimpl
 from jackfield.core.protocols.attention import BackendSetup
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.plugins.attention.torch_latent import TorchLatentAttention

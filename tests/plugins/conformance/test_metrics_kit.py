@@ -10,7 +10,7 @@ import pytest
 from mutants import run_kit
 
 from jackfield import hookimpl
-from jackfield.core.hooks import API_VERSION
+from jackfield.core.hook_versions import API_VERSION
 from jackfield.plugins.conformance.metrics import MetricsKit
 
 

@@ -13,7 +13,7 @@ from mutants import run_kit
 
 from jackfield import hookimpl
 from jackfield.core.errors import AuthenticationFailed
-from jackfield.core.hooks import API_VERSION
+from jackfield.core.hook_versions import API_VERSION
 from jackfield.core.tenancy import RequestHead, Tenant, TenantLimits
 from jackfield.plugins.conformance.tenants import TenantKit
 

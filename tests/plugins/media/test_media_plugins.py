@@ -18,7 +18,8 @@ from seeing_models import FAMILIES, NIGHTLY, picture, save
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, InvalidRequest, JackfieldError
-from jackfield.core.hooks import API_VERSION, hookimpl
+from jackfield.core.hook_versions import API_VERSION
+from jackfield.core.hooks import hookimpl
 from jackfield.core.protocols.media import MediaSetup, ProcessedMedia
 from jackfield.core.registration.architecture import FALLBACK
 from jackfield.core.registry import load_plugins
