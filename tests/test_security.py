@@ -30,7 +30,7 @@ import jackfield
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.cache.prefix_index import BlockHasher
 from jackfield.core.errors import InvalidRequest, JackfieldError
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.core.request import Request
 from jackfield.core.text.chat_template import ChatTemplate
 from jackfield.plugins.conformance.clock import growth

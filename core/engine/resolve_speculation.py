@@ -10,8 +10,9 @@ import msgspec
 from ..config import EngineConfig
 from ..config.speculative_config import AUTO, FIELD, MOST_DRAFTS
 from ..errors import CheckpointNotFound, ConfigError, LoadError
+from ..loading.checkpoint_folder import checkpoint_folder
 from ..loading.json_file import read_object
-from ..loading.model_config import ModelConfig, checkpoint_folder
+from ..loading.model_config import ModelConfig
 from ..registry import Plugins
 
 logger = logging.getLogger("jackfield.engine")

@@ -1,11 +1,7 @@
-"""The model's configuration, from the checkpoint and the engine's options.
-
-A checkpoint's code is never imported: `auto_map` is ignored.
-"""
+"""The model's configuration, from the checkpoint and the engine's options."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import EngineConfig
-from ..errors import CheckpointNotFound, ConfigError, LoadError, shown
-from ..protocols.field_kinds import LARGEST_SIZE, FieldKind, declared_fields
+from ..errors import ConfigError
+from ..protocols.field_kinds import LARGEST_SIZE
 from ..protocols.media import Spans
-from ..protocols.models import PlainConfig
-from ..registration.architecture import FALLBACK, registered_name
-from ..registration.checkpoint_formats import AUTO, config_format
+from ..registration.architecture import registered_name
 from ..registry import Plugins
-from .checkpoint_config import SOMETIMES, checkpoint_config, drop_strays, plugin_config
-from .config_fields import ALIASES, SHARED, check_fields, check_sizes
+from .checkpoint_folder import checkpoint_folder
+from .config_fields import check_sizes
+from .config_file import SAFETENSORS, kinds_of_fields, model_class, read_config, read_config_file
 from .dialects import NO_DIALECTS, Dialects, read_dialects
 from .generation_config import (
     NO_DEFAULTS,
@@ -30,21 +25,14 @@ from .generation_config import (
     read_generation_config,
     sampling_defaults,
 )
-from .hub import CHECKPOINT_FILES, fetch_snapshot
 from .json_file import read_object, with_texts
-from .text_part import inner_name, is_multimodal, text_config
+from .text_part import inner_name
 
 if TYPE_CHECKING:
     from ..protocols.audio import AudioSource, SpeechChat
     from .pooling_config import PoolingConfig
 
-MODELS = Path(__file__).resolve().parents[2] / "plugins" / "models"
-EMBEDDED_MODEL = MODELS / "embedded"
-"""What an engine serves that is given no model."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-COMMON = (SHARED.keys() | SOMETIMES | ALIASES) - {"head_dim"}
-"""Fields that code for many families reads, whether or not a family has them. Models of
-`transformers` read head_dim, too, but for those whose class here has it in `ignored_fields`."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +85,7 @@ class ModelConfig:
     """What the checkpoint says of its model's tool calls and reasoning."""
     pooling: PoolingConfig | None = None
     """How states become vectors; None: the model generates text (`resolve_pooling` decides)."""
-    load_format: str = "safetensors"
+    load_format: str = SAFETENSORS
     """The weight loader that `EngineConfig.load_format` auto means."""
     text_part_of: str | None = None
     """Architecture of the checkpoint, if `architecture` is that of its text part."""
@@ -174,8 +162,8 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
     `plugins`. Raises LoadError (no checkpoint), ConfigError.
     """
     folder = checkpoint_folder(config.model, config.revision, config.download_dir)
-    file, raw, load_format = _read_file(folder, config, plugins)
-    hf_config, text_part_of, whole_config = _read_config(file, _overridden(raw, config), plugins)
+    file, raw, load_format = read_config_file(folder, config, plugins)
+    hf_config, text_part_of, whole_config = read_config(file, _overridden(raw, config), plugins)
     if text_part_of is not None:
         # What only these say is said of the text part, such as how it classifies.
         for name, value in (config.hf_overrides or {}).items():
@@ -190,9 +178,9 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
             model_type = getattr(hf_config, "model_type", None)
             registered_name(plugins["model"], config, architecture, model_type)
         raise ConfigError(f"model: {file} gives no vocab_size", param="model")
-    kinds = _kinds_of_fields(plugins, architecture, getattr(hf_config, "model_type", None))
+    kinds = kinds_of_fields(plugins, architecture, getattr(hf_config, "model_type", None))
     check_sizes(file, hf_config, kinds)
-    model = None if plugins is None else _model_class(plugins, architecture)
+    model = None if plugins is None else model_class(plugins, architecture)
     generation = read_generation_config(folder, config)
     vocab_size = _resolve_vocabulary(hf_config, model)
     quantization, quantization_file = _quantization(file, hf_config, plugins, model, text_part_of)
@@ -212,147 +200,6 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
         text_part_of=text_part_of,
         whole_config=whole_config,
     )
-
-
-def checkpoint_folder(
-    model: str, revision: str | None = None, download_dir: str | None = None
-) -> Path:
-    """Return the folder of a path, of a model that ships with Jackfield by its name there, of a hub
-    name, which is fetched, or of the embedded model (empty)."""
-    if not model:
-        if not (EMBEDDED_MODEL / "config.json").is_file():
-            raise LoadError("the embedded model is missing from this installation", param="model")
-        return EMBEDDED_MODEL
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_file():
-        raise CheckpointNotFound(
-            f"model: {model!r} is a file; name the folder with config.json and the weights",
-            param="model",
-        )
-    if re.fullmatch("[a-z-]+", model):
-        own = MODELS / model.replace("-", "_")
-        if (own / "config.json").is_file():
-            return own
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise CheckpointNotFound(
-            f"model: {model!r} is neither a folder here nor a hub name (owner/name)",
-            param="model",
-        )
-    try:
-        return fetch_snapshot(model, revision, CHECKPOINT_FILES, download_dir=download_dir)
-    except LoadError:
-        raise
-    except Exception as error:
-        raise CheckpointNotFound(
-            f"model: {model!r} is no folder here and cannot be fetched from the hub "
-            f"({type(error).__name__}: {error}); give a local path, or download it first",
-            param="model",
-        ) from error
-
-
-def _read_file(
-    folder: Path, config: EngineConfig, plugins: Plugins | None
-) -> tuple[Path, dict[str, Any], str]:
-    """→ the configuration's file, its (equivalent) config.json content, and the checkpoint's weight
-    loader
-    """
-    name = None
-    if plugins is not None:
-        formats = plugins["checkpoint_format"]
-        name = config_format(formats, config.config_format, folder)
-    if name is None:
-        file = folder / "config.json"
-        if not file.is_file():
-            auto = plugins is not None and config.config_format == AUTO
-            others = formats.entries() if auto else []
-            files = ["config.json", *(formats.load(entry.name).config_file for entry in others)]
-            raise CheckpointNotFound(f"model: {folder} has no {' or '.join(files)}", param="model")
-        return file, read_object(file), ModelConfig.load_format
-    checkpoint_format = formats.load(name)
-    with formats.calling(name, "read_config"):
-        raw = checkpoint_format.read_config(folder)
-        if not isinstance(raw, dict):
-            raise TypeError(f"it returned {shown(raw)}, which is no dict")
-    return folder / checkpoint_format.config_file, raw, checkpoint_format.load_format
-
-
-def _read_config(
-    file: Path, raw: dict[str, Any], plugins: Plugins | None
-) -> tuple[Any, str | None, Any]:
-    """→ configuration; and if it is the text part's, architecture and configuration of the
-    whole"""
-
-    def read(raw: dict[str, Any], architecture: str | None) -> Any:
-        """architecture: of the model; None: the content's."""
-        own = _architecture(file, raw)
-        model_type: str | None = raw.get("model_type")
-        kinds = _kinds_of_fields(plugins, architecture or own, model_type)
-        check_fields(file, raw, kinds)
-        if plugins is not None and model_type and model_type in plugins["config"]:
-            config = plugin_config(file, raw, plugins["config"])
-            if not isinstance(plugins["config"].load(model_type), PlainConfig):
-                return config
-        else:
-            config = checkpoint_config(file, raw)
-        model = None if plugins is None else _model_class(plugins, architecture or own)
-        ignored: frozenset[str] = getattr(model, "ignored_fields", frozenset())
-        drop_strays(config, raw, ignored | COMMON - (kinds.keys() - SHARED.keys()))
-        return config
-
-    whole = _architecture(file, raw)
-    part = None if plugins is None or whole is None else _text_part(plugins["model"], whole)
-    if part is None:
-        return read(raw, None), None, None
-    check_fields(file, raw)
-    types = {} if plugins is None else plugins["model"].text_types
-    model_type = raw.get("model_type") or ""
-    registered = plugins is not None and bool(model_type) and model_type in plugins["config"]
-    config, outer = text_config(file, raw, read, part, types, registered)
-    return config, whole, outer
-
-
-def _text_part(models: Any, architecture: str) -> str | None:
-    """Return as what the text part of an architecture is served (see `Registry.text_part`)."""
-    part: str | None = models.text_part(architecture)
-    if part is None and architecture not in models and models.refusal(architecture) is None:
-        return "" if is_multimodal(architecture) else None
-    return part
-
-
-def _architecture(file: Path, raw: dict[str, Any]) -> str | None:
-    """Return config.json's first architecture. Raises ConfigError for a wrong field."""
-    for name in ("architectures", "model_type"):
-        SHARED[name].check(file, raw, name)
-    return next(iter(raw.get("architectures") or ()), None)
-
-
-def _kinds_of_fields(
-    plugins: Plugins | None, architecture: str | None, model_type: str | None
-) -> Mapping[str, FieldKind]:
-    """Return the kinds of common fields, the model class's, and the configuration class's, which
-    takes precedence.
-    """
-    if plugins is None:
-        return SHARED
-    kinds = dict(SHARED)
-    if (model := _model_class(plugins, architecture)) is not None:
-        kinds |= declared_fields(model)
-    if model_type and model_type in plugins["config"]:
-        kinds |= declared_fields(plugins["config"].load(model_type))
-    return kinds
-
-
-def _model_class(plugins: Plugins, architecture: str | None) -> Any:
-    """Return an architecture's registered class, or the fallback; None if refused, or served by its
-    text part.
-    """
-    models = plugins["model"]
-    if architecture is None or architecture in models:
-        return models.load(architecture) if architecture else None
-    elsewhere = models.refusal(architecture) or _text_part(models, architecture) is not None
-    return None if elsewhere or FALLBACK not in models else models.load(FALLBACK)
 
 
 def _quantization(

@@ -221,8 +221,8 @@ def listen(args: argparse.Namespace) -> Listen:
 def check_tool_parser(config: EngineConfig) -> None:
     """Raise ConfigError without a tool parser, in options or checkpoint."""
     from ...core.engine.resolve_config import NONE
+    from ...core.loading.checkpoint_folder import checkpoint_folder
     from ...core.loading.dialects import read_dialects
-    from ...core.loading.model_config import checkpoint_folder
 
     name = config.tool_call_parser
     if name is None:

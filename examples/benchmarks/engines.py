@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jackfield.core.loading.model_config import checkpoint_folder
+from jackfield.core.loading.checkpoint_folder import checkpoint_folder
 from jackfield.entrypoints.bench.comparison import Comparison
 from jackfield.entrypoints.bench.engine import session, startup
 from jackfield.entrypoints.bench.engine.backends import check_lengths

@@ -24,8 +24,9 @@ from torch import nn
 from ...core.config import EngineConfig
 from ...core.engine.async_engine import AsyncEngine
 from ...core.loading.build import build_model
+from ...core.loading.checkpoint_folder import checkpoint_folder
 from ...core.loading.json_file import read_object
-from ...core.loading.model_config import ModelConfig, checkpoint_folder, resolve_model_config
+from ...core.loading.model_config import ModelConfig, resolve_model_config
 from ...core.nn.context import ForwardContext
 from ...core.nn.operations import Operations
 from ...core.protocols.speculators import (

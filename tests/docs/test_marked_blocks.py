@@ -25,7 +25,7 @@ import torch
 from encoders import minilm
 from pages import BLOCKS, ROOT, SHOWN, Block, commands, name_of, pattern_of
 
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 
 MARKS = ("runs", "runs with MiniLM", "runs with the plugin", "runs from nothing", "serves")
 MARKS_WITH_MORE = ("saved as ", "write ", "file: ", "not run: ")

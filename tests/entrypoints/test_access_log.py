@@ -14,7 +14,7 @@ import prometheus_client.parser
 import pytest
 from serving import MODEL, Server, engine_config, running
 
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.entrypoints.http import request_log
 from jackfield.entrypoints.http.options import ServerOptions
 

@@ -13,7 +13,7 @@ import transformers
 
 from jackfield import LLM, SamplingParams
 from jackfield.core.errors import ConfigError, InvalidRequest, LoadError
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.core.metrics.reader import Counter, Gauge, Histogram
 from jackfield.entrypoints.cli.main import main
 from jackfield.entrypoints.flags.engine_flags import add_engine_options, engine_config

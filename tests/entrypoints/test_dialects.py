@@ -15,7 +15,8 @@ from jackfield import EngineConfig
 from jackfield.core.engine.resolve_config import resolve_parsers
 from jackfield.core.errors import ConfigError
 from jackfield.core.grammars.reasoning_gate import gate_parser, make_reasoning_gate
-from jackfield.core.loading.model_config import EMBEDDED_MODEL, resolve_model_config
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
+from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.registry import load_plugins
 from jackfield.core.text.tokenizer import Tokenizer
 

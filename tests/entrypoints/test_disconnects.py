@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from serving import MODEL, Server, engine_config, running
 
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.entrypoints.openai.completions.routes import merge
 
 CLIENTS = 200

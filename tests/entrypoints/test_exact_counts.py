@@ -10,7 +10,7 @@ import httpx
 import pytest
 from serving import SCRIPT, Server, engine_config, running, save_scripted
 
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.entrypoints.batch import manager
 from jackfield.entrypoints.http.options import BatchOptions, ServerOptions
 from jackfield.entrypoints.openai.responses.store import ResponseStore

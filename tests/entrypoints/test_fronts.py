@@ -29,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import Server, running
 
 from jackfield import AsyncEngine, EngineConfig
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.core.make_core import make_core
 from jackfield.core.remote.server import EngineServer
 from jackfield.entrypoints.http.auth.api_keys import PREFIX, digest_of

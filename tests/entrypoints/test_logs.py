@@ -15,7 +15,7 @@ import pytest
 from serving import MODEL, Server, engine_config, running
 
 from jackfield.core.errors import ConfigError
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.core.registry import load_plugins
 from jackfield.entrypoints.http import log_format
 from jackfield.entrypoints.http.log_format import JsonFormatter, LoggedText, OutputLog

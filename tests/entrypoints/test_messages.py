@@ -17,7 +17,7 @@ import transformers
 from serving import MODEL, Server, engine_config, running, save_scripted
 
 from jackfield import EngineConfig
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.entrypoints.http.options import ServerOptions
 
 if TYPE_CHECKING:

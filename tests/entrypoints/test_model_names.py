@@ -13,7 +13,7 @@ import pytest
 
 from jackfield.core.config import EngineConfig
 from jackfield.core.errors import ConfigError
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.entrypoints.cli.main import main
 
 

@@ -18,7 +18,7 @@ from model_servers import COMMIT, OTHER, REPO, S3, Hub, ModelScope, Stored, serv
 
 from jackfield import LLM, SamplingParams
 from jackfield.core.errors import CheckpointNotFound, ConfigError, LoadError
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.entrypoints.cli.main import main
 from jackfield.entrypoints.models import object_store
 from jackfield.entrypoints.models.names import find_model

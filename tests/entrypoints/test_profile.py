@@ -14,7 +14,7 @@ import pytest
 from serving import Server, engine_config, running
 
 from jackfield.core.config import ProfilerConfig
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.entrypoints.http.options import ServerOptions
 from jackfield.entrypoints.server.serve_settings import settings
 

@@ -13,7 +13,7 @@ import pytest
 from responding import ADD, COLOR, CONFIG, FORMAT, LOGPROBS, Flags, both, folded
 from serving import MODEL, Server, engine_config, running, save_scripted
 
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 
 
 @pytest.fixture(scope="module")

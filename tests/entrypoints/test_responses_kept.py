@@ -18,7 +18,7 @@ from responding import CONFIG, TERMINAL, Folded, folded, polled
 from serving import MODEL, Server, engine_config, running, save_scripted
 
 from jackfield.core.engine.request_state import RequestState
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.entrypoints.http.options import ServerOptions
 from jackfield.entrypoints.openai.chat.job import ChatJob
 from jackfield.entrypoints.openai.responses.request import ResponseCompletion

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from serving import Server, engine_config, running
 
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.entrypoints.cli import top
 from jackfield.entrypoints.http.options import ServerOptions
 

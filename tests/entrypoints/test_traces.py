@@ -29,7 +29,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from jackfield.core.errors import ConfigError
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.core.registry import load_plugins
 from jackfield.entrypoints.http.options import BatchOptions, ServerOptions
 from jackfield.entrypoints.server.serve_settings import settings

@@ -17,7 +17,7 @@ import forked
 import pytest
 
 import jackfield
-from jackfield.core.loading.model_config import checkpoint_folder
+from jackfield.core.loading.checkpoint_folder import checkpoint_folder
 
 SCRIPT = Path(jackfield.__file__).resolve().parent / "examples/benchmarks/beside_peer.py"
 CPU = ["--device", "cpu", "--attention-backend", "torch"]

@@ -26,7 +26,7 @@ import transformers
 from outside import ROOT, Outside, ask, names_of
 
 from jackfield import LLM, SamplingParams
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.entrypoints.cli.main import main
 from jackfield.entrypoints.cli.skeleton import KINDS
 

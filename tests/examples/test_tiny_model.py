@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 import jackfield
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.core.protocols.parsers import ToolCallArguments, ToolCallStart
 from jackfield.plugins.tools.hermes import HermesToolParser
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import jackfield
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.core.text.chat_template import ChatTemplate
 from jackfield.core.text.tokenizer import Tokenizer
 

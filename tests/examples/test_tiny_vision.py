@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import jackfield
-from jackfield.core.loading.model_config import checkpoint_folder
+from jackfield.core.loading.checkpoint_folder import checkpoint_folder
 
 pytest.importorskip("PIL")
 EXAMPLE = Path(jackfield.__file__).resolve().parent / "examples" / "tiny_vision"

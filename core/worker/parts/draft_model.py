@@ -13,8 +13,9 @@ from ...config import EngineConfig
 from ...config.speculative_config import FIELD, SpeculativeConfig
 from ...errors import ConfigError, LoadError
 from ...loading.build import build_model
+from ...loading.checkpoint_folder import checkpoint_folder
 from ...loading.json_file import read_object
-from ...loading.model_config import ModelConfig, checkpoint_folder, resolve_model_config
+from ...loading.model_config import ModelConfig, resolve_model_config
 from ...loading.model_tensors import ModelTensors
 from ...loading.second_model import ModelBeside
 from ...parallel.ranks import ONE_RANK, ONE_STAGE

@@ -319,7 +319,7 @@ class Session:
 
 
 def _folder(model: str) -> Path:
-    from ....core.loading.model_config import checkpoint_folder
+    from ....core.loading.checkpoint_folder import checkpoint_folder
 
     return checkpoint_folder(model)
 

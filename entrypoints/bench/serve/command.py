@@ -112,7 +112,7 @@ class ServeBench:
             url = args.base_url or f"http://{args.host}:{args.port}"
             yield self._target(url, args.model or await first_model(url, args.api_key)), {}
             return
-        from ....core.loading.model_config import checkpoint_folder
+        from ....core.loading.checkpoint_folder import checkpoint_folder
 
         with checkpoint(args.model, tokenizer=True) as (model, dummy):
             self.vocab_size = int(model_config_dict(checkpoint_folder(model))["vocab_size"])

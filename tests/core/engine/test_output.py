@@ -6,7 +6,7 @@ import pytest
 
 from jackfield import SamplingParams
 from jackfield.core.engine.request_state import Completion
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.core.request import Request, Update
 from jackfield.core.text.tokenizer import Tokenizer
 

@@ -24,7 +24,8 @@ from jackfield.core.config import EngineConfig
 from jackfield.core.errors import ConfigError
 from jackfield.core.loading import checkpoint_config as module
 from jackfield.core.loading.checkpoint_config import Configuration
-from jackfield.core.loading.model_config import EMBEDDED_MODEL, resolve_model_config
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
+from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.models import PLAIN as PLAIN_TYPES
 

@@ -11,7 +11,8 @@ import pytest
 from jackfield import hookimpl
 from jackfield.core.config import EngineConfig
 from jackfield.core.errors import PluginError
-from jackfield.core.loading.model_config import EMBEDDED_MODEL, resolve_model_config
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
+from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.registry import Plugins, load_plugins
 from jackfield.core.text.tokenizer import Tokenizer
 

@@ -20,11 +20,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from jackfield import AsyncEngine, EngineConfig, SamplingParams, hookimpl
 from jackfield.core.errors import ConfigError, LoadError, OutOfMemory
 from jackfield.core.loading.build import build_model
-from jackfield.core.loading.model_config import (
-    EMBEDDED_MODEL,
-    resolve_model_config,
-    rope_parameters,
-)
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
+from jackfield.core.loading.model_config import resolve_model_config, rope_parameters
 from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.rotary import inverse_frequencies
 from jackfield.core.registry import Plugins, load_plugins

@@ -12,8 +12,9 @@ import pytest
 from jackfield import EngineConfig
 from jackfield.core.engine.resolve_config import check_names, resolve_models, resolve_parsers
 from jackfield.core.errors import ConfigError
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.core.loading.dialects import declared_parser, recognized
-from jackfield.core.loading.model_config import EMBEDDED_MODEL, resolve_model_config
+from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.protocols.executors import ExecutorInfo
 from jackfield.core.registry import ParserMarks, Registry, load_plugins
 

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jackfield.core.errors import InvalidRequest
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.core.text.chat_template import ChatTemplate
 from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.tests.core.text.template_sources import LEAST, PACKAGES, published

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 import torch
 from mutants import Mutant, mutant_tests, plugin_of, subclass
 
-from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.core.protocols import (
     Drafts,
     DraftSite,
