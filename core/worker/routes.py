@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +25,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger("jackfield.worker")
 
 
+class DecodeRows(NamedTuple):
+    """What a decode step's rows are, until slots have other requests."""
+
+    slots: tuple[int, ...]
+    slot_changes: int
+    """As of `ModelRunner`."""
+    ending: Ending
+    sampled: Sampled
+    """Without a place."""
+
+
 class DecodeGraphRoute:
     """Steps whose rows all compute one token and sample, as one graph."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self._rows = DecodeRows((), 0, Ending.STATES, Sampled([], {}, {}))
+        """The last step's."""
         self.graphs: DecodeGraphs | None = None
         """None until steps are recorded, and once one could not be."""
         self.variants: dict[str, DecodeGraphs] = {}
@@ -42,11 +55,12 @@ class DecodeGraphRoute:
         graphs = self.graphs if key is None else self.variants.get(key)
         if graphs is None or not graphs.is_decode_step(plan) or not runner.parts.recordable(plan):
             return None
-        rows, rows_host = list(range(len(plan.slots))), list(plan.slots)
-        ending = runner.ending(rows_host)
+        rows = self._rows
+        if rows.slots != plan.slots or rows.slot_changes != runner.slot_changes:
+            rows = self._rows = self._rows_of(plan.slots)
         runner.upload()
         try:
-            if not graphs.launch(plan, ending):
+            if not graphs.launch(plan, rows.ending):
                 return None
         except runner.record_errors:
             logger.exception("a decode graph cannot be recorded; going on without graphs")
@@ -55,12 +69,18 @@ class DecodeGraphRoute:
             return None
         if not runner.samples:
             return runner.send_states(plan, graphs.logits)
-        if ending is not Ending.LOGITS:
-            sampled = runner.recorded(graphs.outputs, rows, rows_host, runner.written)
-            return runner.copy_back(plan, sampled=sampled)
-        slots, lengths = graphs.sampling_inputs(len(rows))
-        logits = graphs.logits[: len(rows)]
-        return runner.sample(plan, logits, SamplingRows(rows, rows_host, slots, lengths))
+        if rows.ending is not Ending.LOGITS:
+            return runner.copy_back(plan, sampled=rows.sampled.written(runner.written))
+        num_rows = len(plan.slots)
+        slots, lengths = graphs.sampling_inputs(num_rows)
+        sampling = SamplingRows(list(range(num_rows)), list(plan.slots), slots, lengths)
+        return runner.sample(plan, graphs.logits[:num_rows], sampling)
+
+    def _rows_of(self, slots: tuple[int, ...]) -> DecodeRows:
+        runner, rows_host = self._runner, list(slots)
+        out = runner.sampler.outputs
+        sampled = runner.recorded(out, list(range(len(slots))), rows_host)
+        return DecodeRows(slots, runner.slot_changes, runner.ending(rows_host), sampled)
 
 
 class MixedGraphLaunch:
@@ -112,8 +132,8 @@ class MixedGraphLaunch:
         num_rows = sample_rows[-1] + 1
         graphs.finish(num_rows, ending)
         if ending is not Ending.LOGITS:
-            sampled = runner.recorded(graphs.outputs, sample_rows, rows_host, runner.written)
-            return runner.copy_back(plan, scores, sampled)
+            sampled = runner.recorded(graphs.outputs, sample_rows, rows_host)
+            return runner.copy_back(plan, scores, sampled.written(runner.written))
         slots, lengths = graphs.sampling_inputs(num_rows)
         logits = graphs.logits[:num_rows]
         if len(sample_rows) < num_rows:

@@ -79,6 +79,8 @@ class ModelRunner:
         self.sampler = sampler
         self.vocab_size = vocab_size
         self.device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        """What steps are launched on."""
         self.masks = masks
         self.prompt_logprobs = PromptLogprobs(
             batch.table, sampler, lambda hidden, places: self.logits(hidden, places=places),
@@ -89,12 +91,15 @@ class ModelRunner:
         """Errors of a failed recording; another may be of one rank only, while others wait for
         it."""
         self.parts = WorkerParts(parts)
+        self.slot_changes = 0
+        """Plans by which slots got or lost their requests."""
         self.stage = self.parts.find(PipelineStage)
         """Exchange with other stages; None with one stage."""
         if self.stage is not None:
             self.stage.on_verified = self.parts.drafts_verified
         samplers: tuple[PerSlot, ...] = (sampler, masks, self.prompt_logprobs)
         self._per_slot = (*(samplers if self.samples else ()), *self.parts.per_slot)
+        self._uploads = [each for each in self._per_slot if type(each).upload is not PerSlot.upload]
         self.decode, self.mixed = DecodeGraphRoute(self), MixedGraphLaunch(self)
         self.written: WrittenTokens | None = None
         """Host memory for recorded steps' tokens, if supported."""
@@ -116,8 +121,11 @@ class ModelRunner:
         if self.stage is not None:
             self.stage.receive_inputs(plan)
         self.parts.before(plan)
-        launches = (route.launch(plan) for route in self.routes)
-        step = next(step for step in launches if step is not None)
+        for route in self.routes:
+            if (step := route.launch(plan)) is not None:
+                break
+        else:
+            raise AssertionError("the last route serves all steps")
         step.launched = launched
         self.parts.after(plan, step)
         return step
@@ -146,16 +154,9 @@ class ModelRunner:
             return Ending.PLAIN
         return Ending.FULL if self.sampler.recordable(rows_host) else Ending.LOGITS
 
-    def recorded(
-        self,
-        out: SampleOutputs,
-        rows: list[int],
-        slots_host: list[int],
-        written: WrittenTokens | None = None,
-    ) -> Sampled:
-        """Collect a recorded step's results. out: of at least its rows; written: its tokens."""
-        sampled = self._sampled(rows, slots_host, out.chosen, Logprobs(*out[1:]))
-        return sampled if written is None else sampled._replace(place=written.place())
+    def recorded(self, out: SampleOutputs, rows: list[int], slots_host: list[int]) -> Sampled:
+        """Collect a recorded step's results. out: of at least its rows."""
+        return self._sampled(rows, slots_host, out.chosen, Logprobs(*out[1:]))
 
     def _sampled(
         self,
@@ -268,13 +269,15 @@ class ModelRunner:
         return logits[:, : self.vocab_size]
 
     def update_slots(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
-        update_slots(self._per_slot, plan, in_process)
+        if plan.released or plan.starts:
+            self.slot_changes += 1
+            update_slots(self._per_slot, plan, in_process)
         if self.batch.prefixes is not None:
             self.batch.prefixes.follow(plan)
 
     def upload(self) -> None:
-        for part in self._per_slot:
-            part.upload()
+        for each in self._uploads:
+            each.upload()
 
     def forget_slots(self) -> None:
         """Reset all slots between steps."""
@@ -298,10 +301,10 @@ class ModelRunner:
             place = None  # Tokens come with the rest, in one copy.
         # The next step overwrites these buffers.
         copies = to_host(output) if place is None else {}
-        if self.device.type == "cuda":
+        if self._stream is not None:
             scores = [replace(each, tables=to_host(each.tables)) for each in scores]
             event = torch.cuda.Event()
-            event.record()
+            event.record(self._stream)
         return LaunchedStep(
             plan, rows, logprob_rows, copies, scores, event, place=place, keep=keep,
             drafted=drafted,

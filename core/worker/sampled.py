@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .graphs.written_tokens import TokenPlace
+from .graphs.written_tokens import TokenPlace, WrittenTokens
 
 
 class SamplingRows(NamedTuple):
@@ -35,3 +35,8 @@ class Sampled(NamedTuple):
     """Row → k, with log-probabilities."""
     place: TokenPlace | None = None
     """Where the step writes `chosen`."""
+
+    def written(self, ring: WrittenTokens | None) -> Sampled:
+        """Return the same of the last run that wrote to a ring, if there is one."""
+        place = None if ring is None else ring.place()
+        return Sampled(self.rows, dict(self.tensors), self.logprob_rows, place)

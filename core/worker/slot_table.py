@@ -96,10 +96,12 @@ class SlotTable:
         self._row_of = np.full(num_slots + 1, -1, dtype=np.int32)
         """Slot → its row in `row_tables`, if `_slot_of` agrees, or -1."""
         self._slot_of = np.full(num_slots, -1, dtype=np.int32)
-        self._settled = 0
-        """Leading rows with the tables of `_slot_of`."""
-        self.length_bounds = np.zeros(num_slots, dtype=np.int32)
-        """Upper bounds of `lengths`, exact but for undecided drafts."""
+        self.row_changes = 0
+        """How often rows of `row_tables` changed in more than new blocks."""
+        self._length_bounds = np.zeros(num_slots, dtype=np.int32)
+        self._advancing = np.zeros(0, dtype=np.intp)
+        """Slots whose bounds lag, by `_num_advanced`."""
+        self._num_advanced = 0
         self.num_prompt = np.zeros(num_slots, dtype=np.int32)
 
     @property
@@ -119,9 +121,30 @@ class SlotTable:
         """Return a group's part of `block_table`, [num_slots + 1, columns]."""
         return self.block_table[:, group * self.columns : (group + 1) * self.columns]
 
+    @property
+    def length_bounds(self) -> np.ndarray:
+        """[num_slots] int32: upper bounds of `lengths`, exact but for undecided drafts."""
+        self._count_advances()
+        return self._length_bounds
+
+    def advance(self, slots: np.ndarray) -> None:
+        """Count a token of each of these slots, [N] intp, an array that stays as it is. Steps with
+        the same one are added up until bounds are read.
+        """
+        if slots is not self._advancing:
+            self._count_advances()
+            self._advancing = slots
+        self._num_advanced += 1
+
+    def _count_advances(self) -> None:
+        if self._num_advanced:
+            self._length_bounds[self._advancing] += self._num_advanced
+            self._num_advanced = 0
+
     def next_column(self, slot: int) -> int:
         """Return the block column of the slot's next token."""
-        return int(self.length_bounds[slot] - self.num_dropped[slot]) // self._block_size
+        length = self.length_bounds.item(slot) - self.num_dropped.item(slot)
+        return length // self._block_size
 
     # ------------------------------------------------------------ writes
 
@@ -206,22 +229,21 @@ class SlotTable:
         the row has its table, else the slot to copy.
         """
         occupants = self._slot_of[: len(slots)]
-        if len(slots) <= self._settled and (occupants == slots).all():
-            return -1 - slots
-        self._settled = len(slots)
         rows = np.arange(len(slots), dtype=np.int32)
         kept = (occupants == slots) & ((self._row_of[slots] == rows) | (slots == self.scratch_slot))
         occupants[:] = slots
         self._row_of[slots] = rows
+        self.row_changes += 1
         return np.where(kept, -1 - slots, slots)
 
     def _leave_row(self, slot: int) -> None:
         self._row_of[slot] = -1
-        self._settled = 0
+        self.row_changes += 1
 
     def forget_rows(self) -> None:
         """Invalidate `row_tables`."""
         self._slot_of[:] = -1
+        self.row_changes += 1
 
     def history_places(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return tokens' places in `storage`; all [N] int."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +22,6 @@ from ...protocols.models import HiddenStates
 from ...step import StepPlan
 from ..batch import LogitPlaces, PersistentBatch, StepInputs
 from ..sampling.sampler import Sampler
-from ..slot_table import NO_WRITES
 from .endings import Ending, count_run, row_counts, sample_rows, shared_row_counts
 from .recorder import Losses, Recorder, Replay
 from .static_numbers import StaticNumbers
@@ -148,12 +149,11 @@ class DecodeGraphs:
         if shared:
             if ending not in self._shared_endings:
                 self._shared_endings.append(ending)
-            rows = next(n for n in self._shared_counts if n >= num_rows)
-            best = DecodeKey(rows, ending, shared=True)
+            best = DecodeKey(_least(self._shared_counts, num_rows), ending, shared=True)
             key = self._serving(best, self._shared_counts, SHARED_COST)
             if key is not None:
                 return key
-        best = DecodeKey(next(n for n in self._counts if n >= num_rows), ending)
+        best = DecodeKey(_least(self._counts, num_rows), ending)
         key = self._serving(best, self._counts, best.rows * PADDING_COST)
         if key is None and not ending.samples:
             self.record(*best)
@@ -163,10 +163,12 @@ class DecodeGraphs:
     def _serving(self, best: DecodeKey, counts: Sequence[int], cost: float) -> DecodeKey | None:
         """Return `best` or the next larger graph, recording it if enough was lost by padding, or
         by what a step without any of these costs."""
+        if best in self._replays:
+            return best
         able = (best._replace(rows=n) for n in counts if n >= best.rows)
         key = next((each for each in able if each in self._replays), None)
         lost = cost if key is None else (key.rows - best.rows) * PADDING_COST
-        if not lost or not self._in_traffic or not self._losses.is_due(best, lost):
+        if not self._in_traffic or not self._losses.is_due(best, lost):
             return key
         try:
             self.record(*best)
@@ -252,8 +254,42 @@ class DecodeGraphs:
         sample_rows(self._sampler, ending, logits, slots, lengths, self._written)
 
 
+def _least(counts: Sequence[int], num_rows: int) -> int:
+    """Return the least of ascending numbers that is no less than `num_rows`."""
+    return counts[bisect_left(counts, num_rows)]
+
+
 def _places(inputs: StepInputs) -> LogitPlaces:
     return LogitPlaces(inputs.sample_slots, inputs.sample_lengths)
+
+
+@dataclass(slots=True)
+class _StaticStep:
+    """What a step is sent without new blocks, once its rows have their tables."""
+
+    slots: tuple[int, ...]
+    rows: int
+    """Of the graph."""
+    shared_prefix: int
+    own_slots: np.ndarray
+    """[len(slots)] intp"""
+    row_slots: np.ndarray
+    """[rows] int32, the scratch slot in rows of padding."""
+    numbers: np.ndarray
+    row_changes: int = -1
+    """`SlotTable.row_changes` when rows had their tables; -1: they have not."""
+
+    @classmethod
+    def of(
+        cls, slots: tuple[int, ...], rows: int, shared_prefix: int, scratch_slot: int
+    ) -> _StaticStep:
+        own_slots = np.asarray(slots, dtype=np.intp)
+        row_slots = np.full(rows, scratch_slot, dtype=np.int32)
+        row_slots[: len(slots)] = own_slots
+        numbers = np.zeros(2 * rows + HEADER, dtype=np.int32)
+        numbers[:rows] = -1 - row_slots
+        numbers[2 * rows + 1] = shared_prefix
+        return cls(slots, rows, shared_prefix, own_slots, row_slots, numbers)
 
 
 class DecodeInputs:
@@ -272,48 +308,57 @@ class DecodeInputs:
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=batch.device)
         self._query_start_cpu = np.arange(max_rows + 1, dtype=np.int32)
         self._row_of_slot = np.zeros(batch.num_slots + 1, dtype=np.int32)
+        self._step = _StaticStep.of((), 0, 0, batch.scratch_slot)
+        """The last step's."""
 
     def fill(self, plan: StepPlan, rows: int, shared_prefix: int = 0) -> bool:
         """Send a step's rows; False, unchanged, if a row gets another block than its new token's,
         or another slot gets any.
         """
-        batch, table = self._batch, self._batch.table
-        slots = np.full(rows, batch.scratch_slot, dtype=np.int32)
-        num_rows = len(plan.slots)
-        slots[:num_rows] = plan.slots
-        numbers = np.zeros(2 * rows, dtype=np.int32)
-        writes = NO_WRITES
-        if self._most_writes:
+        table, step = self._batch.table, self._step
+        if step.slots != plan.slots or step.rows != rows or step.shared_prefix != shared_prefix:
+            step = _StaticStep.of(plan.slots, rows, shared_prefix, self._batch.scratch_slot)
+        numbers = step.numbers
+        if plan.table_writes and self._most_writes:
             writes = table.row_writes(plan.table_writes)
             if len(writes) > self._most_writes:
                 return False
+            numbers = np.concatenate([numbers, writes.reshape(-1)])
+            numbers[2 * rows] = len(writes)
         elif plan.table_writes:
-            self._row_of_slot[slots[:num_rows]] = np.arange(num_rows, dtype=np.int32)
-            for write in plan.table_writes:
-                row = self._row_of_slot[write.slot]
-                outside = row >= num_rows or plan.slots[row] != write.slot
-                if outside or len(write.block_ids) != 1:
-                    return False
-                if write.column != table.next_column(write.slot):
-                    return False
-                numbers[rows + row] = write.block_ids[0]
-        table.length_bounds[slots[:num_rows]] += 1
-        numbers[:rows] = table.take_rows(slots)
-        self._send(numbers, writes, shared_prefix)
+            numbers = numbers.copy()
+            if not self._add_blocks(numbers[rows:], plan, step.own_slots):
+                return False
+        if step.row_changes != table.row_changes:
+            if numbers is step.numbers:
+                numbers = numbers.copy()
+            numbers[:rows] = table.take_rows(step.row_slots)
+            step.row_changes = table.row_changes
+        self._step = step
+        table.advance(step.own_slots)
+        self._numbers.send(numbers)
+        return True
+
+    def _add_blocks(self, blocks: np.ndarray, plan: StepPlan, slots: np.ndarray) -> bool:
+        """Add a plan's new blocks to those of the rows; False: some are others. slots: [R] of the
+        rows."""
+        table, row_of_slot = self._batch.table, self._row_of_slot
+        row_of_slot[slots] = np.arange(len(slots), dtype=np.int32)
+        for write in plan.table_writes:
+            slot, block_ids = write.slot, write.block_ids
+            row = row_of_slot.item(slot)
+            outside = row >= len(slots) or plan.slots[row] != slot
+            if outside or len(block_ids) != 1 or write.column != table.next_column(slot):
+                return False
+            blocks[row] = block_ids[0]
         return True
 
     def fill_scratch(self, rows: int) -> None:
-        numbers = np.zeros(2 * rows, dtype=np.int32)
+        numbers = np.zeros(2 * rows + HEADER, dtype=np.int32)
         numbers[:rows] = self._batch.scratch_slot
         # A step that is only recorded copies none.
         self._batch.table.forget_rows()
-        self._send(numbers)
-
-    def _send(
-        self, numbers: np.ndarray, writes: np.ndarray = NO_WRITES, shared_prefix: int = 0
-    ) -> None:
-        header = np.asarray([len(writes), shared_prefix, 0, 0], dtype=np.int32)
-        self._numbers.send(np.concatenate([numbers, header, writes.reshape(-1)]))
+        self._numbers.send(numbers)
 
     def expand(self, rows: int, shared: bool = False) -> StepInputs:
         """Compute the inputs of forward pass and sampler on the device. shared: rows read once what

@@ -22,6 +22,6 @@ class StaticNumbers:
 
     def send(self, numbers: np.ndarray) -> None:
         """Set the array's beginning; the caller must not change `numbers` later."""
-        if not np.array_equal(numbers, self._sent):
+        if numbers is not self._sent and not np.array_equal(numbers, self._sent):
             self._batch.copy_into(self.array, numbers)
             self._sent = numbers

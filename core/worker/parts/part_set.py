@@ -51,11 +51,14 @@ class WorkerParts:
     def find(self, kind: type[P]) -> P | None:
         return next((part for part in self._parts if isinstance(part, kind)), None)
 
-    @torch.inference_mode()
     def move(self, plan: StepPlan) -> StepPlan:
         """Let parts rearrange the cache, then receive data. Return the plan without what is
         done.
         """
+        return self._moved(plan) if plan.parts else plan
+
+    @torch.inference_mode()
+    def _moved(self, plan: StepPlan) -> StepPlan:
         done = [name for name in plan.parts if name in self._moving]
         try:
             for name in done:
@@ -95,8 +98,10 @@ class WorkerParts:
 
     def graph_key(self, plan: StepPlan) -> str | None:
         """Return which recorded variant serves the step; None: the plain one."""
-        keys = (part.graph_key(plan) for part in self._graph_key)
-        return next((key for key in keys if key is not None), None)
+        for part in self._graph_key:
+            if (key := part.graph_key(plan)) is not None:
+                return key
+        return None
 
     @contextlib.contextmanager
     def recording(self, variant: str | None) -> Iterator[None]:
@@ -108,7 +113,7 @@ class WorkerParts:
 
     def recordable(self, plan: StepPlan) -> bool:
         """Return whether a graph may serve the step."""
-        return all(part.recordable(plan) for part in self._recordable)
+        return all([part.recordable(plan) for part in self._recordable])
 
     def sampled(self, plan: StepPlan, output: dict[str, torch.Tensor], rows: Sequence[int]) -> None:
         """Let parts queue work after sampling, and extend the host's output."""

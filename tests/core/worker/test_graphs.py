@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.hooks import hookimpl
 from jackfield.core.nn.operations import Operations
 from jackfield.core.registry import Provenance, load_plugins
-from jackfield.core.step import Ping
+from jackfield.core.step import InProcess, Ping, StepPlan
 from jackfield.core.worker.graphs import decode_graphs
 from jackfield.core.worker.graphs.decode_graphs import DecodeKey
 from jackfield.core.worker.graphs.endings import Ending, row_counts
@@ -26,7 +29,7 @@ from jackfield.core.worker.worker import Worker
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
-from helpers import VOCAB, make_checkpoint
+from helpers import VOCAB, at_once, make_checkpoint
 
 
 class StaticTorchAttention(TorchAttention):
@@ -222,6 +225,95 @@ async def check_replays(
     # Products of padded rows may differ in the last place, by the machine: a near tie may differ.
     same = sum(a == b for a, b in zip(launched, replayed, strict=True))
     assert same >= len(launched) - 1
+
+
+class LaunchWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what launches do besides their replays, by plan: functions of Python that they call,
+    and operations of torch."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        self.launches: list[tuple[StepPlan, int, int]] = []
+        self._calls = self._operations = 0
+        self._replaying = False
+        self._record, self._launch = worker._recorder(), worker.step
+        worker._recorder = lambda: self.record  # type: ignore[method-assign]
+        worker.step = self.step  # type: ignore[method-assign]
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        assert self._record is not None
+        replay = self._record(function)
+
+        def apart() -> None:
+            self._replaying = True
+            replay()
+            self._replaying = False
+
+        return apart
+
+    def step(self, plan: StepPlan, in_process: InProcess) -> Any:
+        self._calls = self._operations = 0
+        with self:
+            sys.setprofile(self._note)
+            try:
+                step = self._launch(plan, in_process)
+            finally:
+                sys.setprofile(None)
+        self.launches.append((plan, self._calls, self._operations))
+        return step
+
+    def _note(self, frame: FrameType, event: str, argument: object) -> None:
+        self._calls += event == "call" and not self._replaying
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._operations += not self._replaying
+        return func(*args, **kwargs or {})
+
+
+async def test_a_step_with_the_rows_of_the_last_one_is_launched_by_little(
+    checkpoint: Path,
+) -> None:
+    """By as much for many rows as for few, and with no operation of torch but the replay."""
+    work: list[LaunchWork] = []
+
+    class Watched(StaticExecutor):
+        def __init__(self, config: Any, model_config: Any, plugins: Any) -> None:
+            super().__init__(config, model_config, plugins)
+            work.append(LaunchWork(self._worker))
+
+    class Other(Plugin):
+        @hookimpl
+        def register_executors(self, registry: Any) -> None:
+            registry.add("watched", Watched)
+
+    config = EngineConfig(
+        model=str(checkpoint), device="cpu", dtype="float32", skip_tokenizer_init=True,
+        max_model_len=64, max_num_seqs=16, max_num_batched_tokens=64, block_size=8,
+        operations="writing", attention_backend="static", executor="watched",
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
+
+    async def run_one(engine: AsyncEngine, first: int) -> list[int]:
+        async for output in engine.generate([first, 6, 7], params):
+            last = output
+        return last.outputs[0].token_ids
+
+    calls: dict[int, set[int]] = {}
+    async with AsyncEngine(config, plugins=load_plugins(extra=[Other()])) as engine:
+        executor: Any = engine.core.executor
+        while await executor._thread.call(executor._worker.prepare_ahead):
+            pass
+        for count in (4, 16):
+            together = await at_once(engine, *(run_one(engine, 5 + n) for n in range(count)))
+            assert together[0] == (await at_once(engine, run_one(engine, 5)))[0]
+    launches, run = work[0].launches, 0
+    for (before, *_), (plan, number, operations) in itertools.pairwise(launches):
+        run = run + 1 if before.slots == plan.slots and not plan.table_writes else 0
+        if run > 2:  # The rows' tables and blocks are as they were sent.
+            assert operations == 0
+            calls.setdefault(len(plan.slots), set()).add(number)
+    assert set(calls) == {1, 4, 16} and len(set.union(*calls.values())) == 1, calls
+    assert max(calls[16]) < 60, calls
 
 
 def test_row_counts_end_with_the_most_that_can_run() -> None:
