@@ -29,12 +29,13 @@ from ...core.protocols.latent_attention import (
 
 try:
     from ...kernels.attention.latent.head_matmul import MAX_TOKENS, head_matmul
+    from ...kernels.attention.latent.latent_context import latent_context
     from ...kernels.attention.latent.latent_decode import (
         choose_latent_splits,
         latent_decode,
         latent_workspace,
     )
-    from ...kernels.attention.latent.latent_prefill import latent_context, latent_prompt
+    from ...kernels.attention.latent.latent_prompt import latent_prompt
     from ...kernels.attention.levels import LevelRows
 
     _MISSING = None

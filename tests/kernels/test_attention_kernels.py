@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from jackfield.kernels import reference
+from jackfield.kernels.attention import reference
 from jackfield.kernels.attention.decode_splits import choose_num_splits, workspace_elements
 from jackfield.kernels.attention.paged_attention_decode import paged_attention_decode
 from jackfield.kernels.attention.paged_attention_prefill import paged_attention_prefill

@@ -15,8 +15,7 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from jackfield.kernels import reference
-from jackfield.kernels.attention import fused_decode_config
+from jackfield.kernels.attention import fused_decode_config, reference
 from jackfield.kernels.attention.decode_splits import workspace_elements
 from jackfield.kernels.attention.fused_decode_attention import fused_decode_attention
 from jackfield.kernels.attention.fused_decode_config import fits_registers

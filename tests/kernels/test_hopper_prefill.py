@@ -7,7 +7,7 @@ import torch
 import triton
 from test_attention_kernels import make_rows, reach
 
-from jackfield.kernels import reference
+from jackfield.kernels.attention import reference
 from jackfield.kernels.attention.paged_attention_prefill import paged_attention_prefill
 
 hopper = pytest.importorskip("jackfield.kernels.attention.hopper_prefill")

@@ -13,15 +13,16 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from jackfield.core.nn.operations import Operations
-from jackfield.kernels import reference
+from jackfield.kernels.attention.latent import reference
 from jackfield.kernels.attention.latent.head_matmul import head_matmul
+from jackfield.kernels.attention.latent.latent_context import latent_context
 from jackfield.kernels.attention.latent.latent_decode import (
     choose_latent_splits,
     latent_decode,
     latent_workspace,
 )
 from jackfield.kernels.attention.latent.latent_inputs import latent_inputs
-from jackfield.kernels.attention.latent.latent_prefill import latent_context, latent_prompt
+from jackfield.kernels.attention.latent.latent_prompt import latent_prompt
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

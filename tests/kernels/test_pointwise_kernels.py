@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from jackfield.core.nn.operations import Operations
 from jackfield.kernels import reference
 from jackfield.kernels.activations import gelu_mul, silu_mul
+from jackfield.kernels.attention import reference as attention_reference
 from jackfield.kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
 from jackfield.kernels.embedding import embed
 from jackfield.kernels.linear.gemv import GemvConfig, gemv
@@ -127,7 +128,7 @@ def test_normed_and_rotated_heads_equal_their_reference(
     }
     slots = torch.tensor([7, 4, 0, 21, 23], device=DEVICE)
     made = []
-    for function in (qk_norm_rope_cache, reference.qk_norm_rope_cache):
+    for function in (qk_norm_rope_cache, attention_reference.qk_norm_rope_cache):
         fused = qkv.clone()
         cache = torch.full((2, 6, 4, num_kv_heads, dim), 9.0, device=DEVICE, dtype=dtype)
         target = {"kv_cache": cache, "slot_mapping": slots} if cached else {}

@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 
 from ....kernels.attention.latent.head_matmul import head_matmul
+from ....kernels.attention.latent.latent_context import latent_context
 from ....kernels.attention.latent.latent_decode import (
     choose_latent_splits,
     latent_decode,
     latent_workspace,
 )
 from ....kernels.attention.latent.latent_inputs import latent_inputs
-from ....kernels.attention.latent.latent_prefill import latent_context, latent_prompt
+from ....kernels.attention.latent.latent_prompt import latent_prompt
 from .case import BLOCK_SIZE, Case, Maker, Work
 
 

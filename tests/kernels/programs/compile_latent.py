@@ -10,9 +10,10 @@ from uniform_registers import unwritten_reads
 
 from jackfield.kernels.attention.latent import (
     head_matmul,
+    latent_context,
     latent_decode,
     latent_inputs,
-    latent_prefill,
+    latent_prompt,
 )
 from jackfield.kernels.attention.levels import level_constants
 from jackfield.kernels.indexer import index_choice, index_inputs, index_scores
@@ -47,7 +48,7 @@ INDEX_INPUTS = {
 }  # fmt: skip
 scores = index_scores._index_scores_kernel
 decode, join = latent_decode._latent_decode_kernel, latent_decode._latent_join_kernel
-context, prompt = latent_prefill._latent_context_kernel, latent_prefill._latent_prompt_kernel
+context, prompt = latent_context._latent_context_kernel, latent_prompt._latent_prompt_kernel
 KERNELS = [
     (latent_inputs._latent_inputs_kernel, {**LITE, **INPUTS, "PDL": True}, 4, 3),
     (head_matmul._head_matmul_kernel, {**ABSORB, "stride_weight_out": 1}, 4, 3),

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError
 from jackfield.core.registry import load_plugins
-from jackfield.kernels import reference
+from jackfield.kernels.attention import reference
 
 from helpers import VOCAB, make_checkpoint, reference_model
 
