@@ -7,10 +7,11 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from markdown_table import table
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as WHOLES,
 )
@@ -100,7 +101,7 @@ logits with those of the whole in `transformers`.
 """
 
 
-def models(table: Callable[[list[str], list[list[str]]], str]) -> str:
+def models() -> str:
     """The page. Raises SystemExit for an architecture that no test names."""
     registry = load_plugins()["model"]
     rows = []

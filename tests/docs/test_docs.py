@@ -38,7 +38,7 @@ from jackfield.entrypoints.cli.main import COMMANDS
 from jackfield.entrypoints.flags import vllm_flags
 from jackfield.entrypoints.flags.foreign_options import translated
 from jackfield.entrypoints.ollama import protocol as ollama_protocol
-from jackfield.entrypoints.openai.common import protocol
+from jackfield.entrypoints.openai.common import decoding, protocol
 from jackfield.entrypoints.openai.pooling import protocol as pooling_protocol
 from jackfield.entrypoints.openai.responses import protocol as responses_protocol
 from jackfield.entrypoints.server.app import make_app
@@ -327,7 +327,7 @@ def test_http_reference_has_every_route_and_field() -> None:
                  ollama_protocol.Options):  # fmt: skip
         for field in msgspec.structs.fields(kind):
             assert f"`{field.name}`" in text, f"{kind.__name__}.{field.name}"
-    for name in protocol.UNSUPPORTED:
+    for name in decoding.UNSUPPORTED:
         assert f"`{name}`" in text, name
 
 

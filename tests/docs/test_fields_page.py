@@ -15,7 +15,7 @@ from openai.types.responses import response_create_params
 from pages import ROOT
 
 from jackfield.core.errors import InvalidRequest
-from jackfield.entrypoints.openai.common import protocol
+from jackfield.entrypoints.openai.common import decoding, protocol
 from jackfield.entrypoints.openai.pooling import protocol as pooling_protocol
 from jackfield.entrypoints.openai.responses import protocol as responses_protocol
 
@@ -52,7 +52,7 @@ def table(title: str) -> dict[str, str]:
 
 def ask(kind: Any, body: dict[str, Any]) -> None:
     """As the routes do. Raises InvalidRequest."""
-    request = protocol.decode(json.dumps(body).encode(), kind)
+    request = decoding.decode(json.dumps(body).encode(), kind)
     if isinstance(request, responses_protocol.ResponsesRequest):
         request.check()
     if isinstance(request, pooling_protocol.RerankRequest):
@@ -93,4 +93,4 @@ def test_every_refusal_is_in_a_table() -> None:
     refused = {name for rows in TABLES.values() for name, here in rows.items() if here == "refused"}
     kinds = (protocol.ChatRequest, protocol.CompletionRequest)
     served = {name for kind in kinds for name in kind.__struct_fields__}
-    assert set(protocol.UNSUPPORTED) - served <= refused
+    assert set(decoding.UNSUPPORTED) - served <= refused

@@ -19,7 +19,7 @@ from jackfield.core.engine.text_processor import TextProcessor
 from jackfield.core.errors import ConfigError
 from jackfield.core.registry import load_plugins
 from jackfield.entrypoints.http.options import ServerOptions
-from jackfield.entrypoints.openai.common.protocol import UNSUPPORTED
+from jackfield.entrypoints.openai.common.decoding import UNSUPPORTED
 
 ROUTE = "/v1/chat/completions"
 WEATHER: Any = {

@@ -16,7 +16,7 @@ from serving import MODEL, Server, running
 from jackfield import EngineConfig
 from jackfield.core.errors import InvalidRequest
 from jackfield.entrypoints.openai.common import protocol
-from jackfield.entrypoints.openai.common.protocol import decode
+from jackfield.entrypoints.openai.common.decoding import decode
 from jackfield.entrypoints.openai.pooling import protocol as pooling_protocol
 from jackfield.entrypoints.openai.responses import protocol as responses_protocol
 

@@ -26,7 +26,7 @@ from jackfield.entrypoints.anthropic.blocks import ContentBlocks, as_object, fol
 from jackfield.entrypoints.anthropic.conversation import BILLING, to_messages
 from jackfield.entrypoints.anthropic.protocol import MessagesRequest, in_own_terms
 from jackfield.entrypoints.anthropic.tools import chat_tools
-from jackfield.entrypoints.openai.common.protocol import decode
+from jackfield.entrypoints.openai.common.decoding import decode
 from jackfield.plugins.conformance.clock import growth
 
 TOOL: Any = {"name": "add", "description": "A sum", "input_schema": {"type": "object"}}

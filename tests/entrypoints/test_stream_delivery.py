@@ -20,7 +20,8 @@ from jackfield.entrypoints.http.streaming import Template, frame
 from jackfield.entrypoints.openai.chat.job import ChatJob, new_job
 from jackfield.entrypoints.openai.chat.request import ChatCompletion
 from jackfield.entrypoints.openai.chat.stream import ChatStream
-from jackfield.entrypoints.openai.common.protocol import ChatRequest, CompletionRequest, decode
+from jackfield.entrypoints.openai.common.decoding import decode
+from jackfield.entrypoints.openai.common.protocol import ChatRequest, CompletionRequest
 from jackfield.entrypoints.openai.completions import routes as completions
 from jackfield.examples.benchmarks.frontend.command import CASES, Case, serving
 

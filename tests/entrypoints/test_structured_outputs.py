@@ -438,11 +438,11 @@ def test_older_fields_that_say_the_same_are_accepted(client: openai.OpenAI) -> N
 def test_older_fields_without_a_meaning_here_are_ignored_and_logged(
     client: openai.OpenAI, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from jackfield.entrypoints.openai.common import protocol
+    from jackfield.entrypoints.openai.common import decoding
 
-    protocol._log_ignored.cache_clear()
+    decoding._log_ignored.cache_clear()
     older = {"guided_decoding_backend": "outlines", "guided_whitespace_pattern": "[ ]?"}
-    protocol.logger.addHandler(caplog.handler)  # A server's log goes nowhere else.
+    decoding.logger.addHandler(caplog.handler)  # A server's log goes nowhere else.
     with caplog.at_level("INFO", logger="jackfield.server"):
         for _ in range(2):
             response = client.completions.create(
@@ -452,7 +452,7 @@ def test_older_fields_without_a_meaning_here_are_ignored_and_logged(
     for name in older:
         assert len({m for m in caplog.messages if name in m}) == 1
     assert len(caplog.messages) <= 2 * len(older)
-    protocol.logger.removeHandler(caplog.handler)
+    decoding.logger.removeHandler(caplog.handler)
 
 
 async def test_what_grammars_cannot_hold_is_left_unchecked_where_nothing_is_strict(

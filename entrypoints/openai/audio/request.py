@@ -16,7 +16,7 @@ from ...http.auth.tenants import TENANCY, received
 from ...http.context import ENGINE, OPTIONS
 from ...http.forms import FormReader
 from ...http.model_names import find_adapter
-from ..common.protocol import convert
+from ..common.decoding import convert
 from ..common.request_body import Call
 
 MAX_FIELD = 1 << 14

@@ -15,7 +15,8 @@ from ...http.auth.tenants import TENANCY, received, route_of, tenant_of
 from ...http.body import check_json, check_weight
 from ...http.context import ENGINE, OPTIONS
 from ...http.model_names import find_adapter
-from .protocol import SamplingRequest, convert, decode, parse
+from .decoding import convert, decode, parse
+from .protocol import SamplingRequest
 
 T = TypeVar("T")
 RANK_HEADER = "X-data-parallel-rank"

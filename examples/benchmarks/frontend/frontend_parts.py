@@ -19,7 +19,8 @@ from jackfield.entrypoints.http.context import tokenizer_of
 from jackfield.entrypoints.openai.chat.job import new_job
 from jackfield.entrypoints.openai.chat.request import ChatCompletion
 from jackfield.entrypoints.openai.chat.stream import ChatStream
-from jackfield.entrypoints.openai.common.protocol import ChatRequest, decode
+from jackfield.entrypoints.openai.common.decoding import decode
+from jackfield.entrypoints.openai.common.protocol import ChatRequest
 
 from .fake_executor import ScriptedExecutor
 
