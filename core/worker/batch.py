@@ -238,7 +238,7 @@ class PersistentBatch:
 
     def shared_prefix(self, slots: tuple[int, ...]) -> int:
         """Return how many leading tokens rows of one token share that are to be read once."""
-        return 0 if self.prefixes is None else self.prefixes.tokens(slots)
+        return 0 if self.prefixes is None else self.prefixes.tokens(slots, self.table.length_bounds)
 
     # ------------------------------------------------------------ from rows to tensors
 

@@ -29,6 +29,8 @@ from jackfield.plugins.executors.inprocess import InProcessExecutor
 from helpers import VOCAB, interpreted, make_checkpoint
 
 BLOCK = 8
+LONG = np.full(6, 600 * BLOCK, dtype=np.int32)
+"""Lengths of slots that have more tokens than they share"""
 
 
 def plan_of(
@@ -97,19 +99,30 @@ def test_shared_tokens_are_those_of_leading_equal_blocks(groups: tuple[int, ...]
                 blocks.append(next((n for n, c in enumerate(columns) if len(c) > 1), len(columns)))
             expected = min(blocks) * BLOCK if len(slots) > 1 else 0
             shared_at_all += expected > BLOCK
-            assert prefixes.tokens(slots) == expected
+            assert prefixes.tokens(slots, LONG) == expected
     assert shared_at_all > 50
 
 
 def test_tokens_of_a_slot_that_another_request_takes_are_forgotten() -> None:
     prefixes = make_prefixes()
     prefixes.follow(plan_of(starts=[0, 1], writes=[(0, 0, 0, [5, 6, 7]), (1, 0, 0, [5, 6, 8])]))
-    assert prefixes.tokens((0, 1)) == 2 * BLOCK
+    assert prefixes.tokens((0, 1), LONG) == 2 * BLOCK
     prefixes.follow(plan_of(starts=[1], writes=[(1, 0, 0, [5])]))
-    assert prefixes.tokens((0, 1)) == BLOCK
+    assert prefixes.tokens((0, 1), LONG) == BLOCK
     # A table of other layers says nothing of these.
     prefixes.follow(plan_of(writes=[(1, 1, 1, [6, 7])]))
-    assert prefixes.tokens((0, 1)) == BLOCK
+    assert prefixes.tokens((0, 1), LONG) == BLOCK
+
+
+def test_no_slot_shares_its_last_token() -> None:
+    """One whose prompt's last chunk fills a block, which another slot has from the same plan on:
+    where splits read the rest of a row, the first would have none."""
+    prefixes = make_prefixes()
+    prefixes.follow(plan_of(starts=[0, 1], writes=[(0, 0, 0, [5, 6, 7]), (1, 0, 0, [5, 6, 7, 8])]))
+    for length, shared in ((3 * BLOCK, 2), (3 * BLOCK + 1, 3)):
+        lengths = np.asarray([length, 3 * BLOCK + 1], dtype=np.int32)
+        prefixes.follow(plan_of(starts=[2]))
+        assert prefixes.tokens((0, 1), lengths) == shared * BLOCK
 
 
 def test_what_does_not_pay_is_not_shared() -> None:
@@ -117,8 +130,8 @@ def test_what_does_not_pay_is_not_shared() -> None:
     for least, tokens in ((2 * BLOCK, 2 * BLOCK), (2 * BLOCK + 1, 0), (None, 0)):
         prefixes = make_prefixes(least=least)
         prefixes.follow(plan_of(starts=[0, 1], writes=writes))
-        assert prefixes.tokens((0, 1)) == tokens
-        assert prefixes.tokens((0,)) == 0
+        assert prefixes.tokens((0, 1), LONG) == tokens
+        assert prefixes.tokens((0,), LONG) == 0
 
 
 def test_steps_that_share_are_recorded_for_fewer_rows() -> None:
