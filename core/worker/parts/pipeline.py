@@ -115,8 +115,13 @@ class PipelineStage(WorkerPart):
 
     def context(self, inputs: StepInputs) -> torch.Tensor | None:
         """Return what the stage before has sent, [num_tokens, incoming_size]; None: this is the
-        first."""
-        return None if self.incoming is None else self.incoming[: len(inputs.input_ids)]
+        first. Of decode rows a copy, which waits for the step's inputs: a layer's kernels may begin
+        before those before them end, and attention then reads lengths and tables. In the first
+        stage, the embedding waits."""
+        if self.incoming is None:
+            return None
+        states = self.incoming[: len(inputs.input_ids)]
+        return states.clone() if inputs.layout.decode_only else states
 
     def sampled(self, plan: StepPlan, output: dict[str, torch.Tensor], rows: Sequence[int]) -> None:
         """Send what was sampled to the first stage; with drafts, to all before this one."""

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from encoders import save_decoder
@@ -20,6 +21,7 @@ from jackfield.core.parallel.join import exchange, join, leave, listen
 from jackfield.core.parallel.ranks import Pipeline, Ranks
 from jackfield.core.registry import load_plugins
 from jackfield.core.step import StepPlan
+from jackfield.core.worker.batch import LogitRows, PersistentBatch, StepRows
 from jackfield.core.worker.parts.pipeline import PipelineStage
 from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_groups, thread_ranks
@@ -84,6 +86,29 @@ def test_a_partition_that_does_not_fit_is_refused_by_name(given: Any, message: s
 def test_rank_0_belongs_to_the_last_stage() -> None:
     places = [(ranks.pipeline.stage, ranks.tensor.rank) for ranks in thread_ranks(2, 3)]
     assert places == [(2, 0), (2, 1), (1, 0), (1, 1), (0, 0), (0, 1)]
+
+
+def test_states_of_decode_rows_wait_for_the_step_s_inputs() -> None:
+    """By a copy: without one, kernels of the first layer that begin early could be between."""
+    batch = PersistentBatch(
+        max_num_seqs=2, max_model_len=16, block_size=4, device=torch.device("cpu")
+    )
+    stage = PipelineStage(
+        Pipeline(1, 2), batch.table, max_tokens=8, incoming_size=3, dtype=torch.float32,
+        device=batch.device,
+    )  # fmt: skip
+    assert stage.incoming is not None
+    stage.incoming.normal_()
+    for lengths, copied in (((1, 1), True), ((1, 3), False)):
+        counts = np.asarray(lengths, dtype=np.int32)
+        slots = np.asarray([0, 1], dtype=np.int32)
+        inputs = batch.lay_out(
+            rows := StepRows.of(slots, np.zeros(2, dtype=np.int32), counts, slots),
+            LogitRows.sampled(rows, (True, True)),
+        )
+        states = stage.context(inputs)
+        assert states is not None and torch.equal(states, stage.incoming[: sum(lengths)])
+        assert (states.data_ptr() != stage.incoming.data_ptr()) is copied
 
 
 # ---------------------------------------------------------------- joining
