@@ -16,7 +16,6 @@ import random
 import resource
 import socket
 import sys
-import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -403,19 +402,17 @@ def test_a_request_cannot_write_headers_or_make_metrics(server: Any) -> None:
 def test_tool_parsing_takes_linear_time() -> None:
     from jackfield.plugins.tools.hermes import HermesToolParser
 
-    def seconds(text: str) -> float:
-        begin = time.process_time()
+    def parse(text: str) -> None:
         parser = HermesToolParser()
         for start in range(0, len(text), 7):
             parser.feed(text[start : start + 7])
         parser.finish()
-        return time.process_time() - begin
 
     for piece in ("{", "<tool_call>", '"\\', "[{", "<tool_call>{"):
-        short = min(seconds(piece * (50_000 // len(piece))) for _ in range(2))
-        long = min(seconds(piece * (400_000 // len(piece))) for _ in range(2))
+        short, long = (piece * (length // len(piece)) for length in (50_000, 400_000))
         # Eight times the text; quadratic work were sixty-four times as long.
-        assert long < 24 * max(short, 0.005), piece
+        ratio = growth(lambda text=short: parse(text), lambda text=long: parse(text), bar=24)
+        assert ratio < 24, piece
 
 
 # ---------------------------------------------------------------- one request harms another

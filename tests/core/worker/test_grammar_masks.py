@@ -103,8 +103,22 @@ def step(masks: GrammarMasks, slots: list[int], token: int) -> list[list[int]]:
     return [np.flatnonzero(row).tolist() for row in bits]
 
 
+class Meeting(Counting):
+    """Once they are known to be slow, two masks are filled at a time, or none."""
+
+    def __init__(self, meeting: threading.Barrier) -> None:
+        super().__init__(seconds=0.002)
+        self.meeting = meeting
+
+    def fill_bitmask(self, row: np.ndarray) -> None:
+        if self.taken:
+            self.meeting.wait()
+        super().fill_bitmask(row)
+
+
 def test_slow_masks_are_shared_among_threads() -> None:
-    grammars = [Counting(seconds=0.002) for _ in range(12)]
+    meeting = threading.Barrier(2, timeout=120)
+    grammars = [Meeting(meeting) for _ in range(12)]
     masks = started(grammars, threads=3)
     slots = list(range(12))
     assert step(masks, slots, 0) == [[0]] * 12
