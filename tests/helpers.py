@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +13,7 @@ import torch
 import transformers
 
 if TYPE_CHECKING:
-    from jackfield import AsyncEngine
+    from jackfield import AsyncEngine, RequestOutput
 
 T = TypeVar("T")
 
@@ -266,6 +266,28 @@ async def queued(engine: AsyncEngine, *requests: Coroutine[Any, Any, T]) -> list
 async def at_once(engine: AsyncEngine, *requests: Coroutine[Any, Any, T]) -> list[T]:
     """Run requests that are `queued` together; return what they return."""
     return list(await asyncio.gather(*await queued(engine, *requests)))
+
+
+async def joining(engine: AsyncEngine, requests: Sequence[tuple[Any, Any]]) -> list[RequestOutput]:
+    """Run (prompt, params) of which number n comes once number n // 2 has its first output: some
+    join the steps of others, many come at once. Return the last output of each.
+    """
+    begun = [asyncio.Event() for _ in requests]
+
+    async def run_one(number: int) -> RequestOutput:
+        if number:
+            await begun[number // 2].wait()
+        try:
+            outputs = engine.generate(*requests[number])
+            last = await anext(outputs)
+            begun[number].set()
+            async for output in outputs:
+                last = output
+            return last
+        finally:
+            begun[number].set()
+
+    return list(await asyncio.gather(*map(run_one, range(len(requests)))))
 
 
 interpreted = pytest.mark.skipif(

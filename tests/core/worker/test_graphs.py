@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
 import sys
@@ -16,7 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield import AsyncEngine, EngineConfig, RequestOutput, SamplingParams
 from jackfield.core.hooks import hookimpl
 from jackfield.core.nn.operations import Operations
 from jackfield.core.registry import Provenance, load_plugins
@@ -29,7 +28,7 @@ from jackfield.core.worker.worker import Worker
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
-from helpers import VOCAB, at_once, make_checkpoint
+from helpers import VOCAB, at_once, joining, make_checkpoint
 
 
 class StaticTorchAttention(TorchAttention):
@@ -163,12 +162,8 @@ PLAIN = [number for number in range(20) if number % 8 < 2]
 async def answers(
     config: EngineConfig, plugins: Any, numbers: Sequence[int] = range(20)
 ) -> list[Any]:
-    async def run_one(engine: AsyncEngine, number: int) -> Any:
-        prompt, params = requests()[number]
-        await asyncio.sleep(0.004 * number)
-        async for out in engine.generate(prompt, params):
-            last = out
-        choice = last.outputs[0]
+    def answer(output: RequestOutput) -> Any:
+        choice = output.outputs[0]
         scores = [
             [round(p.logprob, 3) for p in position.values()] for position in choice.logprobs or []
         ]
@@ -178,10 +173,10 @@ async def answers(
         executor: Any = engine.core.executor
         while await executor._thread.call(executor._worker.prepare_ahead):
             pass
-        results = await asyncio.gather(*(run_one(engine, n) for n in numbers))
+        outputs = await joining(engine, [requests()[number] for number in numbers])
         assert engine.stats().kv_blocks_used == 0
         assert (engine.stats().kv_compactions > 8) == (config.kv_compression is not None)
-    return list(results)
+    return list(map(answer, outputs))
 
 
 @COMPRESSION

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield import AsyncEngine, EngineConfig, RequestOutput, SamplingParams
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.worker.graphs import mixed_graphs
@@ -24,7 +24,7 @@ from jackfield.core.worker.graphs.mixed_graphs import (
 from jackfield.core.worker.graphs.mixed_inputs import MixedKey
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
-from helpers import VOCAB, interpreted, make_checkpoint
+from helpers import VOCAB, interpreted, joining, make_checkpoint
 
 pytest.importorskip("triton")
 
@@ -120,21 +120,17 @@ def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
 
 
 async def answers(config: EngineConfig, plugins: Any, count: int) -> list[Any]:
-    async def run_one(engine: AsyncEngine, number: int) -> Any:
-        prompt, params = requests(count)[number]
-        await asyncio.sleep(0.002 * number)
-        async for out in engine.generate(prompt, params):
-            last = out
-        choice = last.outputs[0]
-        tables = [*(choice.logprobs or []), *(last.prompt_logprobs or [])[1:]]
+    def answer(output: RequestOutput) -> Any:
+        choice = output.outputs[0]
+        tables = [*(choice.logprobs or []), *(output.prompt_logprobs or [])[1:]]
         scores = [[round(p.logprob, 3) for p in position.values()] for position in tables]
         return choice.token_ids, choice.finish_reason, scores
 
     async with AsyncEngine(config, plugins=plugins) as engine:
-        results = await asyncio.gather(*(run_one(engine, n) for n in range(count)))
+        outputs = await joining(engine, requests(count))
         assert engine.stats().kv_blocks_used == 0
         assert (engine.stats().kv_compactions > 1) is config.compresses_kv
-    return list(results)
+    return list(map(answer, outputs))
 
 
 @interpreted
@@ -166,7 +162,8 @@ async def test_recorded_steps_with_prompts_equal_launched_ones(
     config = EngineConfig(**common, executor="recording")
     replayed = await answers(config, plugins, COUNT)
     counts = RecordingExecutor.counts
-    assert counts["replayed"] > 4 and not counts["launched"], counts
+    # In so many steps at least the requests come.
+    assert counts["replayed"] >= 4 and not counts["launched"], counts
     # Products of padded rows may differ in the last place, by the machine: a near tie may differ.
     same = sum(a == b for a, b in zip(launched, replayed, strict=True))
     assert same >= len(launched) - 1

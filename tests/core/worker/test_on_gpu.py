@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import transformers
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 
-from helpers import VOCAB, make_checkpoint
+from helpers import VOCAB, joining, make_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,22 +30,16 @@ async def tokens(folder: Path, *, late: bool, **options: Any) -> tuple[list[list
         shared * (number % 2) + [draw.randrange(3, VOCAB) for _ in range(draw.randrange(3, 60))]
         for number in range(REQUESTS)
     ]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=12 + number, ignore_eos=True, detokenize=False)
+        for number in range(REQUESTS)
+    ]
     config = EngineConfig(**{
         "model": str(folder), "device": "cuda", "dtype": "float32", "skip_tokenizer_init": True,
         "max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 64, "block_size": 16,
         "num_gpu_blocks_override": 400, **options,
     })  # fmt: skip
     async with AsyncEngine(config) as engine:
-
-        async def run_one(number: int) -> list[int]:
-            params = SamplingParams(
-                temperature=0.0, max_tokens=12 + number, ignore_eos=True, detokenize=False
-            )
-            await asyncio.sleep(0.002 * number)
-            async for output in engine.generate(prompts[number], params):
-                last = output
-            return list(last.outputs[0].token_ids)
-
         if late:
             executor: Any = engine.core.executor
             worker = executor._worker
@@ -54,11 +47,11 @@ async def tokens(folder: Path, *, late: bool, **options: Any) -> tuple[list[list
                 pass
             runner = worker.runner
             assert runner.decode.graphs.num_recorded and runner.mixed.graphs.num_recorded
-        answers = await asyncio.gather(*(run_one(number) for number in range(REQUESTS)))
+        outputs = await joining(engine, list(zip(prompts, params, strict=True)))
         stats = engine.stats()
         engine.core.scheduler.check_invariants()
     assert stats.kv_blocks_used == 0
-    return answers, stats
+    return [list(output.outputs[0].token_ids) for output in outputs], stats
 
 
 def similar(first: list[list[int]], second: list[list[int]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from jackfield.core.nn.operations import Operations
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
-from helpers import interpreted
+from helpers import interpreted, joining
 
 pytest.importorskip("triton")
 
@@ -95,15 +94,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def tokens(config: EngineConfig, plugins: Any) -> list[list[int]]:
     """More requests than slots, with prompts of several lengths, one longer than a step."""
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, detokenize=False)
-
-    async def run_one(engine: AsyncEngine, number: int) -> list[int]:
-        prompt = [3 + (7 * number * at) % (VOCAB - 3) for at in range(1, 3 + 5 * number)]
-        await asyncio.sleep(0.002 * number)
-        *_, last = [out async for out in engine.generate(prompt, params)]
-        return list(last.outputs[0].token_ids)
-
+    prompts = [
+        [3 + (7 * number * at) % (VOCAB - 3) for at in range(1, 3 + 5 * number)]
+        for number in range(5)
+    ]
     async with AsyncEngine(config, plugins=plugins) as engine:
-        return list(await asyncio.gather(*(run_one(engine, number) for number in range(5))))
+        outputs = await joining(engine, [(prompt, params) for prompt in prompts])
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @interpreted
