@@ -238,7 +238,9 @@ class PersistentBatch:
 
     def shared_prefix(self, slots: tuple[int, ...]) -> int:
         """Return how many leading tokens rows of one token share that are to be read once."""
-        return 0 if self.prefixes is None else self.prefixes.tokens(slots, self.table.length_bounds)
+        if self.prefixes is None:
+            return 0
+        return self.prefixes.tokens(slots, lambda: self.table.length_bounds)
 
     # ------------------------------------------------------------ from rows to tensors
 

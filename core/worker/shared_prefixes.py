@@ -51,22 +51,22 @@ class SharedPrefixes:
             if tables_of_group.write(write.slot, write.column, write.block_ids):
                 self._tokens = None
 
-    def tokens(self, slots: tuple[int, ...], lengths: np.ndarray) -> int:
+    def tokens(self, slots: tuple[int, ...], lengths: Callable[[], np.ndarray]) -> int:
         """Return how many leading tokens these slots have in the same blocks; 0 if it does not pay
-        to read them once. None of them is a slot's last token. lengths: [num_slots] `length_bounds`
-        of the table, which only grow for slots whose beginnings stay."""
+        to read them once. None of them is a slot's last token. lengths: returns `length_bounds` of
+        the table, which only grow for slots whose beginnings stay, and are read if one changed."""
         if self._tokens is None or slots != self._slots:
             self._slots, self._tokens = slots, self._shared(slots, lengths)
         return self._tokens
 
-    def _shared(self, slots: tuple[int, ...], lengths: np.ndarray) -> int:
+    def _shared(self, slots: tuple[int, ...], lengths: Callable[[], np.ndarray]) -> int:
         least = self._least_tokens(len(slots)) if len(slots) > 1 else None
         if least is None:
             return 0
         places = np.asarray(slots)
         blocks = min(tables.common(places) for tables in self._tables.values())
         # A prompt's chunk of one token may fill a block that one started by the same plan has, too.
-        blocks = min(blocks, (int(lengths[places].min()) - 1) // self._block_size)
+        blocks = min(blocks, (int(lengths()[places].min()) - 1) // self._block_size)
         tokens = blocks * self._block_size
         return tokens if tokens >= least else 0
 

@@ -29,8 +29,6 @@ from jackfield.plugins.executors.inprocess import InProcessExecutor
 from helpers import VOCAB, interpreted, make_checkpoint
 
 BLOCK = 8
-LONG = np.full(6, 600 * BLOCK, dtype=np.int32)
-"""Lengths of slots that have more tokens than they share"""
 
 
 def plan_of(
@@ -50,6 +48,11 @@ def plan_of(
             TableWrite(slot, group, column, tuple(blocks)) for slot, group, column, blocks in writes
         ),
     )  # fmt: skip
+
+
+def long() -> np.ndarray:
+    """Lengths of slots that have more tokens than they share"""
+    return np.full(6, 600 * BLOCK, dtype=np.int32)
 
 
 def make_prefixes(groups=(0,), least=1) -> SharedPrefixes:
@@ -99,19 +102,19 @@ def test_shared_tokens_are_those_of_leading_equal_blocks(groups: tuple[int, ...]
                 blocks.append(next((n for n, c in enumerate(columns) if len(c) > 1), len(columns)))
             expected = min(blocks) * BLOCK if len(slots) > 1 else 0
             shared_at_all += expected > BLOCK
-            assert prefixes.tokens(slots, LONG) == expected
+            assert prefixes.tokens(slots, long) == expected
     assert shared_at_all > 50
 
 
 def test_tokens_of_a_slot_that_another_request_takes_are_forgotten() -> None:
     prefixes = make_prefixes()
     prefixes.follow(plan_of(starts=[0, 1], writes=[(0, 0, 0, [5, 6, 7]), (1, 0, 0, [5, 6, 8])]))
-    assert prefixes.tokens((0, 1), LONG) == 2 * BLOCK
+    assert prefixes.tokens((0, 1), long) == 2 * BLOCK
     prefixes.follow(plan_of(starts=[1], writes=[(1, 0, 0, [5])]))
-    assert prefixes.tokens((0, 1), LONG) == BLOCK
+    assert prefixes.tokens((0, 1), long) == BLOCK
     # A table of other layers says nothing of these.
     prefixes.follow(plan_of(writes=[(1, 1, 1, [6, 7])]))
-    assert prefixes.tokens((0, 1), LONG) == BLOCK
+    assert prefixes.tokens((0, 1), long) == BLOCK
 
 
 def test_no_slot_shares_its_last_token() -> None:
@@ -120,9 +123,10 @@ def test_no_slot_shares_its_last_token() -> None:
     prefixes = make_prefixes()
     prefixes.follow(plan_of(starts=[0, 1], writes=[(0, 0, 0, [5, 6, 7]), (1, 0, 0, [5, 6, 7, 8])]))
     for length, shared in ((3 * BLOCK, 2), (3 * BLOCK + 1, 3)):
-        lengths = np.asarray([length, 3 * BLOCK + 1], dtype=np.int32)
+        lengths = [np.asarray([length, 3 * BLOCK + 1], dtype=np.int32)]
         prefixes.follow(plan_of(starts=[2]))
-        assert prefixes.tokens((0, 1), lengths) == shared * BLOCK
+        for _ in range(2):  # Lengths are not read again.
+            assert prefixes.tokens((0, 1), lengths.pop) == shared * BLOCK
 
 
 def test_what_does_not_pay_is_not_shared() -> None:
@@ -130,8 +134,8 @@ def test_what_does_not_pay_is_not_shared() -> None:
     for least, tokens in ((2 * BLOCK, 2 * BLOCK), (2 * BLOCK + 1, 0), (None, 0)):
         prefixes = make_prefixes(least=least)
         prefixes.follow(plan_of(starts=[0, 1], writes=writes))
-        assert prefixes.tokens((0, 1), LONG) == tokens
-        assert prefixes.tokens((0,), LONG) == 0
+        assert prefixes.tokens((0, 1), long) == tokens
+        assert prefixes.tokens((0,), long) == 0
 
 
 def test_steps_that_share_are_recorded_for_fewer_rows() -> None:
