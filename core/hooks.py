@@ -34,9 +34,12 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import msgspec
     from prometheus_client import CollectorRegistry
 
+    from .cache.events import CacheEvent, KVCacheInfo
     from .nn.operations import Operations
     from .outputs import PoolingRequestOutput, RequestOutput
     from .pooling_params import PoolingParams
@@ -507,4 +510,31 @@ def step_finished(plan: StepPlan, result: StepResult) -> None:
     quick.
 
     Called by the engine, in a task of its own. May be async.
+    """
+
+
+@hookspec
+def kv_cache_started(cache: KVCacheInfo) -> None:
+    """Called when an engine has its KV cache, before its first request; with
+    `data_parallel_size`, in the process of each engine. An error that it raises stops the start.
+
+        def kv_cache_started(cache):
+            self.index = Index(cache.block_size)
+
+    Called by the engine, on its event loop; not async.
+    """
+
+
+@hookspec
+def kv_cache_changed(events: Sequence[CacheEvent]) -> None:
+    """Called with what has changed in the set of blocks that prefix hits find, in order, after each
+    step that has changed it. A block is found once the step that computes it is planned. Read-only.
+    Runs on the event loop, so it must be quick; not async.
+
+        def kv_cache_changed(events):
+            for event in events:
+                self.index.apply(event)  # BlockStored, BlockRemoved or AllBlocksCleared
+
+    Called by the engine, with prefix caching. If no plugin implements the hook, nothing is
+    collected. Contract: `core.cache.events`.
     """

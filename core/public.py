@@ -74,6 +74,9 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "jackfield.core.adapters.file": (
             "AdapterFile", "ExpertsLowRank", "LowRank", "TokenRows",
         ),
+        "jackfield.core.cache.events": (
+            "AllBlocksCleared", "BlockRemoved", "BlockStored", "KVCacheInfo",
+        ),
         "jackfield.core.cache.groups": ("CacheGroup", "CachePart"),
         "jackfield.core.cache.level_options": ("LevelFormat",),
         "jackfield.core.cache.reach": ("Reach",),

@@ -95,7 +95,7 @@ class AdapterRegistry:
             if position is None:
                 return spec
             first = position
-        use = AdapterUse(loaded.number, loaded.units, first)
+        use = AdapterUse(loaded.number, loaded.units, first, ref.name)
         # A KV connector may be shared with engines that compute adapters in another type.
         dtype = self._config.lora_dtype
         key = info.digest if dtype == "auto" else f"{info.digest} {dtype}"

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import Protocol
 
 NULL_BLOCK = 0
 """Padding rows write here; never allocated."""
+
+
+class RemovalWatch(Protocol):
+    """Is told which blocks hits find no more."""
+
+    def removed(self, key: bytes) -> None: ...
+    def cleared(self) -> None: ...
 
 
 class BlockPool:
@@ -25,6 +33,7 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self.watch: RemovalWatch | None = None
 
     @property
     def num_usable(self) -> int:
@@ -98,11 +107,15 @@ class BlockPool:
         if block_hash is not None:
             del self._cached[block_hash]
             self._hashes[block_id] = None
+            if self.watch is not None:
+                self.watch.removed(block_hash)
 
     def forget_all(self) -> None:
         for block_id in self._cached.values():
             self._hashes[block_id] = None
         self._cached.clear()
+        if self.watch is not None:
+            self.watch.cleared()
 
     def check(self, references: Iterable[int]) -> None:
         """Raise AssertionError unless `references` (one entry per holder) explains all counts."""

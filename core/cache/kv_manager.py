@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ..request import Request
 from ..step import TableWrite
 from .block_pool import NULL_BLOCK, BlockPool
+from .events import CacheEvents
 from .groups import ONE_GROUP, CacheGroup
 from .prefix_index import BlockHasher
 from .snapshots import StateSnapshots
@@ -73,6 +74,7 @@ class KVCacheManager:
         self.whole_groups = [n for n, group in enumerate(self.groups) if group.reach is None]
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self._events: CacheEvents | None = None
 
     @property
     def num_usable_blocks(self) -> int:
@@ -302,6 +304,10 @@ class KVCacheManager:
             del request.tables[number][:columns]
             request.num_released_blocks[number] -= columns
 
+    def watch(self, events: CacheEvents) -> None:
+        """Tell of blocks that hits find, or find no more, from now on."""
+        self._events = self.pool.watch = events
+
     # ------------------------------------------------------------ names
 
     def change_weights(self, identity: str, requests: Iterable[Request]) -> None:
@@ -312,6 +318,8 @@ class KVCacheManager:
         """
         self.register_pending()
         self._hasher.weights = identity
+        if self._events is not None:
+            self._events.cleared()
         for request in requests:
             request.stale = bool(request.tables)
             request.block_hashes = []
@@ -341,8 +349,27 @@ class KVCacheManager:
             for number, table in enumerate(request.tables):
                 keys = [_key(each, number) for each in hashes] if number else hashes
                 # A null block stands for one out of reach, which was given back.
-                self.pool.register_all(table[first:num_full], keys)
+                self.register_as(request, first, table[first:num_full], keys, number)
             request.num_registered_blocks = num_full
+
+    def register_as(
+        self,
+        request: Request,
+        first: int,
+        block_ids: Sequence[int],
+        keys: Sequence[bytes],
+        group: int = 0,
+    ) -> None:
+        """Register blocks of a request, from its block number `first` on, under these keys."""
+        if self._events is not None:
+            known = self.pool.lookup
+            new = [
+                place
+                for place, (block_id, key) in enumerate(zip(block_ids, keys, strict=True))
+                if block_id != NULL_BLOCK and known(key) is None
+            ]
+            self._events.stored(request, group, first, keys, new)
+        self.pool.register_all(block_ids, keys)
 
     def snapshot(self, request: Request) -> int | None:
         """Return a snapshot row for the states after the computed tokens, which fill known blocks;

@@ -27,7 +27,7 @@ async def serve(setup: Setup, connection: socket.socket) -> int:
     channel: Channel[ToEngine] = Channel(ToEngine, lost=lost.set)
     try:
         plugins = load_plugins(disable=setup.config.disable_plugins, only=setup.plugins)
-        core = EngineCore(setup.config, plugins)
+        core = EngineCore(setup.config, plugins, setup.member)
         engine = AsyncEngine(setup.config, plugins=plugins, core=core)
     except JackfieldError as error:
         await channel.attach(connection)

@@ -14,6 +14,7 @@ import msgspec
 import prometheus_client as prometheus
 
 from ..adapters.registry import AdapterRegistry
+from ..cache.events import CacheEvents, KVCacheInfo
 from ..cache.groups import sequence_blocks
 from ..config import EngineConfig
 from ..errors import EngineOverloaded, EngineStopped, InvalidRequest, JackfieldError, PluginError
@@ -26,6 +27,7 @@ from ..metrics.merge import Family, families
 from ..metrics.metrics import EngineMetrics
 from ..metrics.rank_metrics import RankMetrics
 from ..outputs import EngineStats
+from ..parts.adapters import adapter_name
 from ..protocols.executors import Executor, ExecutorInfo, SchedulePolicy
 from ..recording.recorder import RecordingExecutor
 from ..recording.recording import Writer
@@ -98,9 +100,11 @@ class EngineCore:
     events: PluginEvents
     live: LiveControl
 
-    def __init__(self, config: EngineConfig, plugins: Plugins) -> None:
+    def __init__(self, config: EngineConfig, plugins: Plugins, member: int = 0) -> None:
+        """member: the engine's number, of several (`data_parallel_size`)."""
         self.config = config
         self.plugins = plugins
+        self.member = member
         self.requests = RequestTracker()
         self.steps: StepLoop | None = None
         """None before the start."""
@@ -110,6 +114,8 @@ class EngineCore:
         """Why the executor cannot continue."""
         self._ping: asyncio.Future[Any] | None = None
         """Shared by health checks, which would otherwise queue after a hung step."""
+        self._cache_events: CacheEvents | None = None
+        """None: no plugin asks."""
         self._loads: list[Callable[[], int]] = []
         self.adapters: AdapterRegistry | None = None
         """None before the start, and without `enable_lora`."""
@@ -149,6 +155,7 @@ class EngineCore:
             self._build(texts, events)
             if self.adapters is not None:
                 await self.adapters.start()
+            self._announce_cache()
         except BaseException:
             await asyncio.gather(starting, return_exceptions=True)
             await (self.executor.stop() if self.steps is None else self.stop())
@@ -289,6 +296,33 @@ class EngineCore:
         self.steps.start()
         if self._executor_error is not None:
             self.steps.fail(self._executor_error)
+
+    def _announce_cache(self) -> None:
+        """Tell plugins of the KV cache. Raises ConfigError, PluginError."""
+        config, groups = self.config, tuple(self.info.cache_groups)
+        if not self.info.num_blocks:
+            return
+        self.events.cache_started(
+            KVCacheInfo(
+                member=self.member,
+                block_size=config.block_size,
+                num_blocks=self.info.num_blocks,
+                groups=groups,
+                enable_prefix_caching=config.enable_prefix_caching,
+            )
+        )
+        if self.events.wants_cache and config.enable_prefix_caching:
+            loop = asyncio.get_running_loop()
+            self._cache_events = CacheEvents(
+                config.block_size,
+                adapter_name,
+                cleared=lambda: loop.call_soon(self._cache_changed),
+            )
+            self.scheduler.kv.watch(self._cache_events)
+
+    def _cache_changed(self) -> None:
+        if self._cache_events is not None and (events := self._cache_events.take()):
+            self.events.cache_changed(events)
 
     def _other_engines(self) -> OtherEngines | None:
         """Return the engines that divide the experts with this one; None: none do."""
@@ -503,6 +537,7 @@ class EngineCore:
             )
             if self.events.wants_steps:
                 self.events.step_finished(plan, result)
+            self._cache_changed()
         except Exception:
             logger.exception("step %d could not be counted", plan.step)
 

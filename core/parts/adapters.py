@@ -10,6 +10,7 @@ from ..step import PartPlan
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
+    from ..request import Request
 
 NAME = "adapters"
 MAX_LOADS = 4
@@ -48,6 +49,14 @@ class AdapterUse(msgspec.Struct, frozen=True, gc=False):
     """Of rank rows that it takes on the device."""
     first_position: int = 0
     """Position from which it acts."""
+    name: str = ""
+    """As requests call it."""
+
+
+def adapter_name(request: Request) -> str | None:
+    """Return the name of the adapter that computes all of a request; None: none does."""
+    use = request.parts.get(NAME)
+    return use.name if isinstance(use, AdapterUse) and not use.first_position else None
 
 
 class AdapterStart(msgspec.Struct, frozen=True, gc=False):

@@ -31,8 +31,7 @@ def check_hooks(plugin: object) -> None:
             raise PluginError(f"{name}: it yields, and hooks are called, not iterated over")
         if inspect.iscoroutinefunction(function) and not may_be_async(hook):
             raise PluginError(
-                f"{name}: it is `async def`, and this hook is called without an event loop: make "
-                "it `def`"
+                f"{name}: it is `async def`, and nothing awaits this hook: make it `def`"
             )
 
 
@@ -45,7 +44,7 @@ def _implementations(plugin: object) -> Iterator[tuple[str, str, Any]]:
 
 
 def may_be_async(hook: str) -> bool:
-    return not hook.startswith("register_") and hook != "options_ready"
+    return not hook.startswith(("register_", "kv_cache_")) and hook != "options_ready"
 
 
 def remarks(plugin: object) -> Iterator[str]:

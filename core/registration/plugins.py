@@ -298,6 +298,15 @@ class Plugins:
         """Return whether any plugin implements an event hook."""
         return bool(getattr(self.manager.hook, event).get_hookimpls())
 
+    def emit_now(self, event: str, **kwargs: Any) -> None:
+        """Call an event hook that is not async, at once. A listener's error is logged, not
+        raised."""
+        for impl in reversed(getattr(self.manager.hook, event).get_hookimpls()):
+            try:
+                impl.function(**{k: kwargs[k] for k in impl.argnames})
+            except (Exception, SystemExit):
+                logger.exception("plugin %s failed in %s", impl.plugin_name, event)
+
     async def emit(self, event: str, **kwargs: Any) -> None:
         """Call an event hook, and await awaitable results. A listener's error is logged, not
         raised."""

@@ -78,6 +78,11 @@ VARIABLES: dict[str, Variable] = {
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": _flag("--rank-timeout"),
     "VLLM_HTTP_MAX_REQUEST_BODY_SIZE": _flag("--max-body-bytes"),
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": _flag("--timeout-keep-alive"),
+    "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": Variable(
+        "equivalent",
+        "--plugin-option kv_events.int_block_hashes=...",
+        lambda value: [] if _is_on(value) else ["--plugin-option=kv_events.int_block_hashes=false"],
+    ),
     "VLLM_LOGGING_LEVEL": Variable(
         "equivalent",
         "--log-level",

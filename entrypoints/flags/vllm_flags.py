@@ -169,7 +169,6 @@ MISSING: dict[str, str] = {
     ),
     "--expert-placement-strategy": "ranks hold neighbours; --enable-eplb moves experts by load",
     "--cpu-offload-gb": "weights stay on the device; see --quantization, --tensor-parallel-size",
-    "--kv-events-config": "KV events are not published yet",
     "--middleware": "a plugin adds routes and middleware: register_routes",
     "--scheduler-cls": "see --scheduling-policy, which takes a plugin's",
     "--anthropic-disabled-thinking-effort": _KWARGS,
@@ -324,6 +323,7 @@ EQUIVALENT: dict[str, Option] = {
     "--guided-decoding-disable-any-whitespace": fixed(
         "--structured-outputs-config.disable-any-whitespace"
     ),
+    "--kv-events-config": values.KV_EVENTS,
     "--kv-offloading-backend": chosen(
         "nothing", unneeded={"native": "--kv-offloading-size alone keeps blocks in host memory"}
     ),

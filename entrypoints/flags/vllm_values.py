@@ -167,6 +167,17 @@ KV_OFFLOADING = Option(
 )
 
 
+def _kv_events(values: list[str]) -> Sequence[str]:
+    value = _object(values[0])
+    value.pop("max_queue_size", None)  # Batches are handed to ZeroMQ at once.
+    if value.get("publisher", "") is None:
+        del value["publisher"]
+    return [f"--plugin-option=kv_events.{key}={json.dumps(each)}" for key, each in value.items()]
+
+
+KV_EVENTS = Option("equivalent", "--plugin-option kv_events.KEY=...", 1, _kv_events)
+
+
 def part_of(flag: str, key: str) -> Option:
     """Return an option that is a key of a JSON option."""
     return Option("equivalent", f"{flag}.{key}", 1, lambda values: [f"{flag}.{key}={values[0]}"])

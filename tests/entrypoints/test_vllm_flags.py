@@ -156,6 +156,11 @@ def test_a_missing_feature_that_is_not_used_is_taken(flag: str, value: str) -> N
          '"kv_connector_extra_config":{"cpu_bytes_to_use":2147483648}}',
          '--kv-transfer-config {"kv_connector":"cpu_offload","kv_role":"kv_both",'
          '"kv_connector_extra_config":{"kv_offloading_size":2}}'),
+        ('--kv-events-config {"enable_kv_cache_events":true,"endpoint":"tcp://*:5557",'
+         '"max_queue_size":5,"publisher":null}',
+         "--plugin-option kv_events.enable_kv_cache_events=true "
+         '--plugin-option kv_events.endpoint="tcp://*:5557"'),
+        ("--kv-events-config.topic kv@here", '--plugin-option kv_events.topic="kv@here"'),
         ("--load-format fastsafetensors", "--load-format safetensors"),
         ("--log-level INFO", "--log-level info"),
         ("--uvicorn-log-level trace", "--log-level debug"),
@@ -270,6 +275,12 @@ def test_every_variable_of_vllm_is_an_equivalent_or_has_a_reason() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "becomes"),
     [
+        (
+            "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES",
+            "0",
+            "--plugin-option kv_events.int_block_hashes=false",
+        ),
+        ("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1", ""),
         ("VLLM_LOGGING_LEVEL", "DEBUG", "--log-level debug"),
         ("VLLM_CPU_KVCACHE_SPACE", "2", "--cpu-kvcache-space 2"),
         ("VLLM_CPU_KVCACHE_SPACE", "0", ""),

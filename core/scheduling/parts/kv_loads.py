@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from ...cache.block_pool import BlockPool
+from ...cache.kv_manager import KVCacheManager
 from ...request import Request, Status
 
 
@@ -28,9 +28,8 @@ class Load:
 class Loads:
     """Loads by the number of their transfer."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
-        self._pool = pool
-        self._block_size = block_size
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
         self._loads: dict[int, Load] = {}
         self._keys: set[bytes] = set()
         """Of all of them."""
@@ -70,9 +69,10 @@ class Loads:
             if block_id in unfilled:
                 self.num_failed += 1
                 break
-            self._pool.register(block_id, key)
             filled.append((block_id, key))
-        load.request.num_loaded_tokens = len(filled) * self._block_size
+        blocks, keys = [block_id for block_id, _ in filled], [key for _, key in filled]
+        self._kv.register_as(load.request, load.num_hits, blocks, keys)
+        load.request.num_loaded_tokens = len(filled) * self._kv.block_size
         self.num_loaded_tokens += load.request.num_loaded_tokens
         return filled
 
@@ -91,6 +91,6 @@ class Loads:
         assert set(keys) == self._keys, "pending keys differ from the loads'"
         for load in loads:
             for key in load.keys:
-                assert self._pool.lookup(key) not in load.block_ids, (
+                assert self._kv.pool.lookup(key) not in load.block_ids, (
                     "a hit could find a block that is being filled"
                 )

@@ -53,7 +53,7 @@ class KVTransfer(SchedulerPart):
         self._external_ends: dict[Request, int] = {}
         """Unfinished request → leading tokens whose blocks the connector has; 0: it has none that
         are to be loaded."""
-        self._loads = Loads(kv.pool, kv.block_size)
+        self._loads = Loads(kv)
         self._saves = Saves(kv, saving=transfer.kv_role != "kv_consumer")
         self._ends: dict[int, list[int]] = {}
         """Step in flight → [num_rows] tokens computed with it, drafts included."""

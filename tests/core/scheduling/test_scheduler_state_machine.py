@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 from scheduled import compactions_of, drafted, drafts_of, metadata_of, moves_of, parts_for
 
+from jackfield.core.cache.events import AllBlocksCleared, BlockRemoved, CacheEvents
 from jackfield.core.cache.groups import ONE_GROUP, CacheGroup
 from jackfield.core.cache.reach import Reach
 from jackfield.core.parts.adapters import AdapterRoom
@@ -485,6 +486,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         if self.enable_chunked_prefill:
             self.scheduler.sizes = self.sizes
+        self.cache_events = CacheEvents(self.block_size)
+        self.scheduler.kv.watch(self.cache_events)
+        self.known_outside: set[tuple[int, bytes]] = set()
+        """Blocks that hits find, by group, as one who reads the cache's events knows them."""
         self.worker = self.worker_class(
             self.num_blocks, self.block_size, self.max_num_seqs, self.budget, self.groups,
             self.num_drafts,
@@ -724,12 +729,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.num_looks % 3:
             return
         self.scheduler.check_invariants()
+        self.read_cache_events()
         running = self.scheduler.requests.running.requests
         assert self.scheduler.stats.kv_tokens_missing == sum(map(self.num_missing, running))
         for request in running:
             for table, group in zip(request.tables, self.groups, strict=True):
                 most = group.most_blocks(request.num_computed_tokens, self.block_size, self.budget)
                 assert sum(map(bool, table)) <= most
+
+    def read_cache_events(self) -> None:
+        for event in self.cache_events.take():
+            if isinstance(event, AllBlocksCleared):
+                self.known_outside.clear()
+                continue
+            blocks = {(event.group, block_hash) for block_hash in event.block_hashes}
+            if isinstance(event, BlockRemoved):
+                self.known_outside -= blocks
+                continue
+            assert not blocks & self.known_outside, "stored twice"
+            assert len(event.token_ids) == len(blocks) * self.block_size
+            self.known_outside |= blocks
+        if not self.enable_prefix_caching:  # Siblings alone find each other's blocks.
+            assert not self.known_outside
+            return
+        keys = self.scheduler.kv.pool._cached
+        found = {(key[32] if len(key) > 32 else 0, key[:32]) for key in keys if len(key) <= 33}
+        assert self.known_outside == found, "the events say something else than hits find"
 
     @property
     def level_sizes(self) -> tuple[int, ...]:
@@ -767,6 +792,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.has_work, "somebody never finishes"
         assert self.ended == set(self.all), "a request has not ended"
         assert self.scheduler.kv.num_used_blocks == self.num_lost_blocks, "blocks leak"
+        self.read_cache_events()
         for request_id, request in self.all.items():
             expected = expected_output(request, self.salts[request_id], self.max_model_len)
             received = self.received[request_id]
