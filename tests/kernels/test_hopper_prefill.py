@@ -7,8 +7,12 @@ import torch
 import triton
 from test_attention_kernels import make_rows, reach
 
+from jackfield.core.worker.start.warmup import LATER_PARTS
 from jackfield.kernels.attention import reference
-from jackfield.kernels.attention.paged_attention_prefill import paged_attention_prefill
+from jackfield.kernels.attention.paged_attention_prefill import (
+    HOPPER_SMALL_ROWS,
+    paged_attention_prefill,
+)
 
 hopper = pytest.importorskip("jackfield.kernels.attention.hopper_prefill")
 CUDA = torch.device("cuda")
@@ -93,6 +97,10 @@ def test_a_kernel_that_does_not_compile_is_left_out(monkeypatch, caplog) -> None
         expected = reference.paged_attention(*parts, scale=0.1)
         torch.testing.assert_close(actual, expected, atol=4e-3, rtol=4e-3)
     assert caplog.text.count("does not compile") == 1
+
+
+def test_it_is_compiled_at_the_start_for_heads_that_share_no_keys() -> None:
+    assert max(LATER_PARTS) > HOPPER_SMALL_ROWS
 
 
 def test_it_takes_caches_of_whole_pages_in_the_type_of_queries(monkeypatch) -> None:

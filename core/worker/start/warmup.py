@@ -26,8 +26,9 @@ logger = logging.getLogger("jackfield.worker")
 
 MIXED_ROWS = 64
 """Most decode rows precompiled with a prompt."""
-LATER_PARTS = (16, 32, 64)
-"""Tokens of short prompt parts after cached tokens, to precompile."""
+LATER_PARTS = (16, 32, 64, 512, 1024)
+"""Tokens of prompt parts after cached tokens, to precompile. Beyond 512, heads that share no keys
+may have another kernel, too."""
 
 
 class Warmup:
@@ -88,8 +89,8 @@ class Warmup:
         if isinstance(self._runner, ModelRunner):
             for num_tokens in self._short_prompts:
                 self._alone(num_tokens)
-            for num_tokens in (*LATER_PARTS, self._long_prompt()):
-                self._alone(min(num_tokens, self._budget), context=1)
+            for num_tokens in dict.fromkeys(min(part, self._budget) for part in LATER_PARTS):
+                self._alone(num_tokens, context=1)
             for rows in row_counts(self._config.max_num_seqs):
                 for variant in () if graphs is None else graphs.variants:
                     variant.decode.precompile(rows)
