@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from drafted import HiddenStates
 from safetensors.torch import save_file
 
 from helpers import VOCAB
@@ -92,9 +93,19 @@ def mlp(tensors: Tensors, prefix: str, x: torch.Tensor) -> torch.Tensor:
     return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
+def all_states(model: Any) -> HiddenStates:
+    """Those that `transformers` gives before the first layer and after each."""
+
+    def compute(tokens: list[int]) -> list[torch.Tensor]:
+        output = model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+        return [states[0] for states in output.hidden_states]
+
+    return HiddenStates(compute)
+
+
 @torch.no_grad()
 def drafts_of(
-    model: Any,
+    target: HiddenStates,
     known: list[int],
     count: int,
     read: Callable[[tuple[torch.Tensor, ...]], torch.Tensor],
@@ -102,13 +113,10 @@ def drafts_of(
 ) -> list[int]:
     """Greedy drafts of an EAGLE-like head.
 
-    read: the target's hidden states of `transformers` (all but the newest token's) → what the head
-    goes on from; run: (tokens that follow, states) → states to go on from, logits; of all positions
+    read: the target's states (all but the newest token's) → what the head goes on from; run:
+    (tokens that follow, states) → states to go on from, logits; of all positions
     """
-    states = read(
-        tuple(s[0, :-1] for s in model(torch.tensor([known]), output_hidden_states=True,
-                                       use_cache=False).hidden_states)
-    )  # fmt: skip
+    states = read(target.of(known[:-1]))
     following = torch.tensor(known[1:])
     drafts: list[int] = []
     for _ in range(count):

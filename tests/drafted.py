@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rank_executor import Plugin as Ranks
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
@@ -51,6 +52,23 @@ def requests(
         sampled = {"temperature": 0.9, "seed": number} if number % 3 == 1 else {}
         made.append((prompt, greedy(max_tokens=max_tokens, **sampled)))
     return made
+
+
+class HiddenStates:
+    """Of the texts that a causal model reads: computed once for all that begin alike, if the
+    longest comes first."""
+
+    def __init__(self, compute: Callable[[list[int]], Iterable[torch.Tensor]]) -> None:
+        """compute: tokens → any number of [tokens, size]"""
+        self._compute = compute
+        self._tokens: list[int] = []
+        self._states: tuple[torch.Tensor, ...] = ()
+
+    @torch.no_grad()
+    def of(self, tokens: list[int]) -> tuple[torch.Tensor, ...]:
+        if not self._tokens or self._tokens[: len(tokens)] != tokens:
+            self._tokens, self._states = tokens, tuple(self._compute(tokens))
+        return tuple(states[: len(tokens)] for states in self._states)
 
 
 class Proposals:
@@ -126,7 +144,8 @@ async def check_drafts(
     drafted, stats = await serve(config, asked, proposals.plugins)
     assert drafted == plain
     compared = 0
-    for known, drafts in proposals.noted:
+    # The longest of those that begin alike comes first (`HiddenStates`).
+    for known, drafts in sorted(proposals.noted, key=lambda noted: noted[0], reverse=True):
         served = (p + t for (p, params), t in zip(asked, plain, strict=True)
                   if params.temperature == 0.0)  # fmt: skip
         # Of the others, and of rows that are computed once more, the reference knows nothing.

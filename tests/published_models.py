@@ -128,14 +128,10 @@ class MiniCPMV(Published):
         mask = torch.ones(1, height, width, dtype=torch.bool)
         [patches] = self.vpm(pixels[None], patch_attention_mask=mask).last_hidden_state
         values = self.normed(patches @ own["kv_proj.weight"].T, "kv")
-        keys = values.clone()
-        size = values.shape[-1]
-        for place in range(height * width):
-            row, column = divmod(place, width)
-            for number in range(size // 4):
-                angle = torch.tensor([column, row]) / 10000 ** (number / (size // 4))
-                keys[place, number :: size // 2] += angle.sin()
-                keys[place, size // 4 + number :: size // 2] += angle.cos()
+        quarter, places = values.shape[-1] // 4, torch.arange(height * width)
+        turns = 10000 ** (torch.arange(quarter) / quarter)
+        angles = [along[:, None] / turns for along in (places % width, places // width)]
+        keys = values + torch.cat([part for each in angles for part in (each.sin(), each.cos())], 1)
         queries = self.normed(own["query"], "q")
         made = []
         for weight, bias, states in zip(

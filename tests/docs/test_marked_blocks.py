@@ -38,13 +38,17 @@ def marked(mark: str) -> list[Block]:
     return [block for block in BLOCKS if block.mark == mark]
 
 
+def begins(block: Block) -> bool:
+    """Whether it is of what one reads first."""
+    return block.page == "README.md" or block.page.startswith("docs/tutorials/")
+
+
 def first_by_day(blocks: list[Block]) -> list[Any]:
     """Mark all but a page's first as slow; of what one reads first, none."""
     pages: set[str] = set()
     params = []
     for block in blocks:
-        begins = block.page == "README.md" or block.page.startswith("docs/tutorials/")
-        by_day = begins or block.page not in pages
+        by_day = begins(block) or block.page not in pages
         params.append(pytest.param(block, marks=[pytest.mark.slow] * (not by_day)))
         pages.add(block.page)
     return params
@@ -250,14 +254,18 @@ def test_a_block_about_vectors_does_what_the_page_shows(
 # ---------------------------------------------------------------- servers
 
 
-@pytest.mark.parametrize(
-    ("command", "shown"),
-    [
-        pytest.param(command, shown, id=f"{name_of(block)}-{number}")
-        for block in marked("serves")
-        for number, (command, shown) in enumerate(commands(block))
-    ],
-)
+def servers() -> Iterator[Any]:
+    """Of a page that one does not read first, the first by day, and those that speak TLS."""
+    pages: set[str] = set()
+    for block in marked("serves"):
+        for number, (command, shown) in enumerate(commands(block)):
+            by_day = begins(block) or block.page not in pages or "--ssl" in command
+            marks = [pytest.mark.slow] * (not by_day)
+            pages.add(block.page)
+            yield pytest.param(command, shown, id=f"{name_of(block)}-{number}", marks=marks)
+
+
+@pytest.mark.parametrize(("command", "shown"), servers())
 def test_a_server_comes_up_as_the_page_shows(command: str, shown: str, tmp_path: Path) -> None:
     words = shlex.split(command)
     at = words.index("jackfield")

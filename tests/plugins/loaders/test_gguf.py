@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from nights import some_by_day
 
 from jackfield import EngineConfig
 from jackfield.core.errors import ConfigError, LoadError
@@ -99,8 +101,14 @@ def load(folder: Path, **options: Any) -> Any:
     return build_model(load_plugins(), config, model_config, torch.device("cpu"), Operations())
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Granite", "Olmo2", "Phi3", "Glm4"])
+FAMILIES = ("Llama", "Qwen3", "Granite", "Olmo2", "Phi3", "Glm4")
+FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
+BY_DAY = [(family, FORMATS[number % 4]) for number, family in enumerate(FAMILIES)]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), some_by_day(itertools.product(FAMILIES, FORMATS), BY_DAY)
+)
 def test_every_tensor_lands_in_its_place(
     family: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,4 +1,4 @@
-"""Which families of models are preempted, and meet pictures again, by day."""
+"""Which families of models are preempted, meet pictures again, and read videos, by day."""
 
 from __future__ import annotations
 
@@ -18,9 +18,19 @@ OF_THE_ENGINE = (
     "test_the_prefix_cache_knows_pictures_by_content",
 )
 PROMPTS = "test_each_prompt_says_what_transformers_says"
-RECORDED = "test_recorded_encodings_give_what_launched_ones_give"
+OF_THE_TOWER = (
+    "test_each_embedded_token_has_a_row",
+    "test_items_together_are_encoded_as_alone",
+    "test_recorded_encodings_give_what_launched_ones_give",
+)
 AS_ANOTHER = ("DeepseekOCRForCausalLM", "Phi4MMForCausalLM")
 """Large towers that DeepSeek-OCR 2 and Phi 4 by its other name have, too."""
+OF_VIDEOS = (
+    "test_frames_of_a_file_are_chosen_and_decoded_in_a_process",
+    "test_videos_of_codecs_are_read_with_av",
+)
+READ_BY_DAY = ("Glm46VForConditionalGeneration", "Qwen3VLForConditionalGeneration")
+"""Whose frames are chosen in two ways; files are decoded in the same way for all."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -34,5 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
             name == PROMPTS and cases == ("few" if by_day else "all")
         ):
             item.add_marker(pytest.mark.slow)
-        if name == RECORDED and getattr(item.cls, "family", None) in AS_ANOTHER:
+        if name in OF_VIDEOS and family not in READ_BY_DAY:
+            item.add_marker(pytest.mark.slow)
+        if name in OF_THE_TOWER and getattr(item.cls, "family", None) in AS_ANOTHER:
             item.add_marker(pytest.mark.slow)

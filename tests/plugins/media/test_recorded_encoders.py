@@ -84,7 +84,7 @@ async def prepare(engine: AsyncEngine) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("architecture", [LLAVA, QWEN])
+@pytest.mark.parametrize("architecture", [pytest.param(LLAVA, marks=pytest.mark.slow), QWEN])
 async def test_what_comes_again_is_replayed(architecture: str, tmp_path: Path) -> None:
     seeing_models.save(architecture, tmp_path)
     asked = [(seed,) for seed in range(OFTEN + 2)] + [(20, 21, 22), (23, 24), (25, 26, 27)]

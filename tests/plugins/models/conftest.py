@@ -18,6 +18,21 @@ BY_NIGHT = (
 )
 """What is less than the other case of the same test, what all others do, or what is the loader's
 and not the family's."""
+OF_PARTS = (
+    "test_a_prefix_hit_gives_the_same_answer",
+    "test_any_split_of_the_prompt_gives_the_same_logits[1-1-1-1-1-1-1]",
+    "test_every_tensor_of_the_checkpoint_reaches_a_parameter",
+    "test_other_weights_take_the_place_of_the_first",
+    "test_ranks_compute_together_what_one_does[4]",
+    "test_the_batch_changes_no_bit",
+    "test_what_else_is_in_the_batch_changes_nothing",
+)
+OWN_PARTS = (
+    "DeepseekV3ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Phi3ForCausalLM",
+    "Qwen2MoeForCausalLM",
+)  # fmt: skip
+"""Latents, windows, sinks, tensors that are several in one, and experts with shared ones: others
+are made of these and of what the first family of a file has."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -31,5 +46,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if first.setdefault(item.path, kit) is kit:
             continue
         split = item.name.startswith(SPLIT) and not item.name.endswith(BY_DAY)
-        if split or item.name in BY_NIGHT:
+        of_parts = item.name in OF_PARTS and kit.name not in OWN_PARTS
+        if split or of_parts or item.name in BY_NIGHT:
             item.add_marker(pytest.mark.slow)

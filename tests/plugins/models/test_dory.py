@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_families import PROMPTS, check_engine, check_logits, checkpoint, make_reference, score
+from test_families import (
+    PROMPTS,
+    check_divided,
+    check_engine,
+    check_logits,
+    checkpoint,
+    make_reference,
+    score,
+)
 
 from jackfield.core.errors import ConfigError
-from jackfield.plugins.conformance.divided_models import check_ranks
-from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.paged_model import PagedModel
 
 from helpers import edit_json
@@ -73,7 +79,7 @@ async def test_a_dory_equals_transformers(case: str, tmp_path: Path) -> None:
     reference = make_dory(case)
     folder = folder_of(reference, tmp_path)
     check_logits(folder, reference)
-    check_ranks(folder, NAME, 2, Kit.plugins(), 2e-4)
+    check_divided(folder, NAME)
     await check_engine(folder, lambda tokens: score(reference, tokens))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from nights import some_by_day
 from safetensors.torch import load_file
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
@@ -289,8 +290,6 @@ def score(model: Any, tokens: list[int]) -> torch.Tensor:
 
 async def check_engine(folder: Path, expected: Callable[[list[int]], torch.Tensor]) -> None:
     """Both prompts at once, the long one in chunks, and again from the cache of prefixes."""
-    check_update(folder, Kit.plugins())
-    check_batch_invariance(folder, Kit.plugins())
     config = EngineConfig(
         model=str(folder), dtype="float32", skip_tokenizer_init=True, max_model_len=64,
         max_num_seqs=4, max_num_batched_tokens=16, block_size=4, num_gpu_blocks_override=96,
@@ -311,6 +310,18 @@ async def check_engine(folder: Path, expected: Callable[[list[int]], torch.Tenso
         for row, token, told in zip(wanted, chosen.token_ids, chosen.logprobs, strict=True):
             assert float(row.max() - row[token]) <= 1e-3
             assert told[token].logprob == pytest.approx(float(row[token]), abs=1e-3)
+
+
+def check_divided(folder: Path, architecture: str) -> None:
+    """Two ranks, and two stages, compute what one rank does."""
+    check_ranks(folder, architecture, 2, Kit.plugins(), 2e-4)
+    check_stages(folder, 2, Kit.plugins())
+
+
+def check_changed(folder: Path) -> None:
+    """Other weights in place, and any batch, change no bit."""
+    check_update(folder, Kit.plugins())
+    check_batch_invariance(folder, Kit.plugins())
 
 
 def check_names(folder: Path, model: Any) -> None:
@@ -334,7 +345,6 @@ def check_logits(folder: Path, reference: Any) -> None:
     # As stages send them.
     assert {part.dtype for part in parts(model.hidden({1: prompt}))} == {torch.bfloat16}
     check_names(folder, model.model)
-    check_stages(folder, 2, Kit.plugins())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -342,8 +352,24 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
     reference = make_reference(case)
     folder = checkpoint(reference, case.partition(":")[0], tmp_path)
     check_logits(folder, reference)
-    check_ranks(folder, case.partition(":")[0], 2, Kit.plugins(), 2e-4)
     await check_engine(folder, lambda tokens: score(reference, tokens))
+
+
+DIVIDED_BY_DAY = (
+    "BloomForCausalLM", "DiffLlamaForCausalLM", "FalconForCausalLM:slopes",
+    "Gemma3nForCausalLM", "Gemma4ForCausalLM", "Gemma4ForCausalLM:experts",
+    "GPT2LMHeadModel", "GPTJForCausalLM:tied", "HrmTextForCausalLM", "MptForCausalLM",
+    "OpenAIGPTLMHeadModel",
+)  # fmt: skip
+"""Whose layers are not made of the parts that most families have."""
+
+
+@pytest.mark.parametrize("case", some_by_day(CASES, DIVIDED_BY_DAY))
+def test_a_family_is_the_same_divided_and_changed(case: str, tmp_path: Path) -> None:
+    architecture = case.partition(":")[0]
+    folder = checkpoint(make_reference(case), architecture, tmp_path)
+    check_divided(folder, architecture)
+    check_changed(folder)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")

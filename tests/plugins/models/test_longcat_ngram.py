@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_families import PROMPTS, check_engine, check_names, checkpoint
+from test_families import (
+    PROMPTS,
+    check_divided,
+    check_engine,
+    check_names,
+    checkpoint,
+)
 from test_latent_families import CASES as LATENT
 from test_latent_families import latent_reference
 from test_odd_configs import build_and_run, odd_configs
@@ -20,8 +26,6 @@ from test_odd_configs import build_and_run, odd_configs
 from jackfield.core.errors import ConfigError, JackfieldError
 from jackfield.core.nn.context import BatchLayout, BuildContext, ForwardContext
 from jackfield.core.nn.operations import Operations
-from jackfield.plugins.conformance.divided_models import check_ranks, check_stages
-from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.paged_model import VOCAB, PagedModel
 from jackfield.plugins.models.longcat_ngram import EarlierTokens
 
@@ -105,8 +109,7 @@ async def test_tokens_are_embedded_with_those_before_them(
     got = torch.cat([paged.run({0: part})[0] for part in parts]).log_softmax(-1).cpu()
     torch.testing.assert_close(got, score(prompt), atol=1e-3, rtol=0)
     check_names(folder, paged.model)
-    check_ranks(folder, case, 2, Kit.plugins(), 2e-4)
-    check_stages(folder, 2, Kit.plugins())
+    check_divided(folder, case)
     await check_engine(folder, score)
 
 

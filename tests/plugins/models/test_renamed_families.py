@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from nights import some_by_day
 from renaming import (
     EXAONE,
     HIDDEN,
@@ -32,7 +33,15 @@ from renaming import (
     together,
 )
 from safetensors.torch import save_file
-from test_families import LEFT_OUT, PROMPTS, check_engine, checkpoint, make_reference
+from test_families import (
+    LEFT_OUT,
+    PROMPTS,
+    check_changed,
+    check_divided,
+    check_engine,
+    checkpoint,
+    make_reference,
+)
 
 from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.errors import ConfigError
@@ -307,8 +316,18 @@ async def test_a_family_equals_another_by_its_names(architecture: str, tmp_path:
         got = PagedModel(tmp_path, "float32").run({0: PROMPTS[1]})[0].log_softmax(-1).cpu()
         torch.testing.assert_close(got, score(reference, PROMPTS[1]), atol=1e-3, rtol=0)
         return
-    check_ranks(tmp_path, architecture, 2, Kit.plugins(), 2e-4)
     await check_engine(tmp_path, lambda tokens: score(reference, tokens))
+
+
+DIVIDED_BY_DAY = ("BaichuanForCausalLM", "ChatGLMModel", "DeciLMForCausalLM", "QWenLMHeadModel")
+"""Whose tensors are several in one."""
+
+
+@pytest.mark.parametrize("architecture", some_by_day(CASES, DIVIDED_BY_DAY))
+def test_a_family_is_the_same_divided_and_changed(architecture: str, tmp_path: Path) -> None:
+    write(CASES[architecture], architecture, tmp_path)
+    check_divided(tmp_path, architecture)
+    check_changed(tmp_path)
 
 
 async def test_baichuan_2_has_a_head_of_rows_of_length_1(

@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_families import check_logits, checkpoint, make_reference, score
+from test_families import (
+    check_divided,
+    check_logits,
+    checkpoint,
+    make_reference,
+    score,
+)
 from test_state_families import PROMPTS, answer, check, config
 
 from jackfield import AsyncEngine
 from jackfield.core.errors import ConfigError
-from jackfield.plugins.conformance.divided_models import check_ranks
-from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.paged_model import PagedModel
 
 from helpers import at_once
@@ -56,7 +60,7 @@ async def test_zaya_equals_transformers(case: str, tmp_path: Path) -> None:
     check_logits(folder, reference)
     ratio = float(torch.cat([each.flatten() for each in chosen]).float().mean())
     assert 0.05 < ratio < 0.8, "some tokens choose the expert that adds nothing, others do not"
-    check_ranks(folder, case.partition(":")[0], 2, Kit.plugins(), 2e-4)
+    check_divided(folder, case.partition(":")[0])
     async with AsyncEngine(config(folder, num_gpu_blocks_override=96)) as engine:
         prompts = [*PROMPTS, PROMPTS[1]]
         answers = await at_once(engine, *(answer(engine, prompt) for prompt in prompts))

@@ -3,6 +3,7 @@ search."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers
 from drafted import check_drafts, config_of, greedy, requests, serve
+from nights import some_by_day
 from rank_executor import Plugin as Ranks
 from test_mtp import LATENT
 
@@ -83,7 +85,10 @@ async def test_ranks_draft_for_themselves(size: int | None, folders: Folders) ->
     assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens > 0
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("qwen3", 1), ("gemma3", 1), ("qwen3", 2)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    some_by_day([("qwen3", 1), ("gemma3", 1), ("qwen3", 2)], [("gemma3", 1), ("qwen3", 2)]),
+)
 async def test_the_last_stage_drafts(name: str, ranks: int, folders: Folders) -> None:
     """It has the draft model whole, whose layers join the cache of this stage alone."""
     plugins = load_plugins()
@@ -136,25 +141,31 @@ async def test_the_method_is_that_of_the_checkpoint(folders: Folders, small: Pat
     assert stats.spec_decode_num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "latents"])
+COMPRESSIONS: dict[str, dict[str, Any]] = {
+    "dropped": {"kv_compression": "window"},
+    "levels": {"kv_compression": "window", "kv_compression_levels": "8@24,4:0.5@40"},
+    "rounded": {"kv_compression_levels": "8@24"},
+}
+
+
 @pytest.mark.parametrize(
-    "compression",
-    [
-        {"kv_compression": "window"},
-        {"kv_compression": "window", "kv_compression_levels": "8@24,4:0.5@40"},
-        {"kv_compression_levels": "8@24"},
-    ],
-    ids=["dropped", "levels", "rounded"],
+    ("name", "compression"),
+    some_by_day(
+        itertools.product(("qwen3", "gemma3", "latents"), COMPRESSIONS),
+        [("gemma3", "rounded"), ("latents", "dropped"), ("qwen3", "levels")],
+    ),
 )
 async def test_a_draft_model_keeps_a_window_when_caches_are_compacted(
-    name: str, compression: dict[str, Any], folders: Folders
+    name: str, compression: str, folders: Folders
 ) -> None:
     """A model that drafts for itself is right as before, where the target keeps one, too: in the
     cache of either are the same tokens, in the same levels. Drafts from before may be wrong."""
-    compression = {"enable_prefix_caching": False, "max_num_batched_tokens": 160, **compression}
+    options: dict[str, Any] = {
+        "enable_prefix_caching": False, "max_num_batched_tokens": 160, **COMPRESSIONS[compression],
+    }  # fmt: skip
     asked = [([5 + n] * 9 + list(range(20, 60 + n)), greedy(max_tokens=36)) for n in range(3)]
     speculative = drafting(folders(name), 3)
-    stats = await check_drafts(folders(name), speculative, asked=asked, **compression)
+    stats = await check_drafts(folders(name), speculative, asked=asked, **options)
     wrong = stats.spec_decode_num_draft_tokens - stats.spec_decode_num_accepted_tokens
     assert stats.kv_compactions == len(asked)
     assert wrong <= 3 * len(asked) < stats.spec_decode_num_accepted_tokens / 5

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from draft_heads import LLAMA, Random, Tensors, attention, drafts_of, mlp, rms, write
+from draft_heads import LLAMA, Random, Tensors, all_states, attention, drafts_of, mlp, rms, write
 from drafted import check_drafts, config_of, requests, serve
 from rank_executor import Plugin as Ranks
 
@@ -43,6 +43,7 @@ async def test_eagle_goes_on_from_the_last_hidden_states(
     config = {**LLAMA, "hidden_size": SIZE, "architectures": ["EagleLlamaForCausalLM"]}
     head = write(tmp_path / "head", tensors, config)
     model = reference_model(target)
+    target_states = all_states(model)
     embed, lm_head = (f().weight for f in (model.get_input_embeddings, model.get_output_embeddings))
 
     def run(following: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,7 +56,7 @@ async def test_eagle_goes_on_from_the_last_hidden_states(
         return x, x @ lm_head.T
 
     def reference(known: list[int], count: int) -> list[int]:
-        return drafts_of(model, known, count, lambda states: states[-1], run)
+        return drafts_of(target_states, known, count, lambda states: states[-1], run)
 
     speculative = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
     await check_drafts(target, speculative, reference)
@@ -100,6 +101,7 @@ def reference_of(
     target: Path, tensors: Tensors, prefix: str, taps: tuple[int, ...], **flags: bool
 ) -> Any:
     model = reference_model(target)
+    target_states = all_states(model)
     embed = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
 
     def read(states: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -127,7 +129,7 @@ def reference_of(
             logits = torch.full((len(x), VOCAB), float("-inf")).index_copy(1, token_ids, logits)
         return normed if flags.get("norm_output") else x, logits
 
-    return lambda known, count: drafts_of(model, known, count, read, run)
+    return lambda known, count: drafts_of(target_states, known, count, read, run)
 
 
 async def test_eagle3_reads_the_inputs_of_three_layers(target: Path, tmp_path: Path) -> None:
@@ -178,7 +180,10 @@ async def test_eagle3_norms_each_layers_states(target: Path, tmp_path: Path) -> 
     await check_drafts(target, speculative, reference)
 
 
-@pytest.mark.parametrize(("stages", "taps"), [(2, (0, 1, 2)), (3, (2, 1, 0))])
+@pytest.mark.parametrize(
+    ("stages", "taps"),
+    [pytest.param(2, (0, 1, 2), marks=pytest.mark.slow), (3, (2, 1, 0))],
+)
 async def test_stages_send_what_eagle3_reads(
     stages: int, taps: tuple[int, ...], target: Path, tmp_path: Path
 ) -> None:

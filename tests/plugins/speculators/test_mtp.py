@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from drafted import check_drafts, config_of, requests, serve
+from drafted import HiddenStates, check_drafts, config_of, requests, serve
+from nights import some_by_day
 from safetensors.torch import load_file, save_file
 
 from jackfield.core.errors import ConfigError
@@ -90,6 +91,7 @@ class Case:
         (folder / "config.json").write_text(json.dumps(raw))
         self.folder = folder
         self.model.model.layers = self.model.model.layers[:LAYERS]
+        self.states = HiddenStates(self.last_states)
 
     def named(self, block: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The layer's tensors by their names in the checkpoint."""
@@ -98,10 +100,15 @@ class Case:
     def rms(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.extra[name]
 
+    def last_states(self, tokens: list[int]) -> torch.Tensor:
+        output = self.model.model(torch.tensor([tokens]), use_cache=False)
+        states: torch.Tensor = output.last_hidden_state
+        return states
+
     @torch.no_grad()
     def drafts(self, known: list[int], count: int) -> list[int]:
         model = self.model
-        states = model.model(torch.tensor([known]), use_cache=False).last_hidden_state[0, :-1]
+        (states,) = self.states.of(known[:-1])
         following, drafts = torch.tensor(known[1:]), []
         for _ in range(count):
             out = self.block(following, states)
@@ -341,7 +348,14 @@ CASES: dict[str, Callable[[Path], Case]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+BY_NIGHT = (
+    "DeepseekV32ForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM",
+    "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM",
+)  # fmt: skip
+"""Whose layer is that of another family, before a block that is tested as part of the model."""
+
+
+@pytest.mark.parametrize("name", some_by_day(CASES, CASES.keys() - BY_NIGHT))
 async def test_the_layer_drafts_what_transformers_computes(name: str, tmp_path: Path) -> None:
     case = CASES[name](tmp_path)
     count = 1 if name.startswith(("MiMo", "Ernie")) else 3

@@ -34,9 +34,9 @@ SIZE = COMMON["hidden_size"]
 DRAFTS = 2
 """Of a row. Passes of each number up to it are recorded, in the interpreter."""
 ASKED = [
-    ([7, 8] * 4, greedy(max_tokens=24)),
-    ([30 + n for n in range(31)], greedy(max_tokens=15)),
-    ([5] * 6, greedy(temperature=0.9, seed=4, max_tokens=24)),
+    ([7, 8] * 4, greedy(max_tokens=14)),
+    ([30 + n for n in range(31)], greedy(max_tokens=9)),
+    ([5] * 6, greedy(temperature=0.9, seed=4, max_tokens=14)),
 ]
 
 
@@ -191,7 +191,7 @@ def settings(target: Path, speculative: dict[str, Any], **more: Any) -> Any:
 BY_DAY = ("eagle3", "medusa")
 """With a cache and without; a model beside it is recorded in caches that are compacted."""
 COMPACTED: dict[str, Any] = {
-    "kv_compression": "window", "kv_compression_budget": 16, "kv_compression_interval": 12,
+    "kv_compression": "window", "kv_compression_budget": 16, "kv_compression_interval": 4,
     "enable_prefix_caching": False, "block_size": 4,
 }  # fmt: skip
 

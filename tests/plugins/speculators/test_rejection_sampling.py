@@ -132,7 +132,7 @@ async def test_the_most_probable_drafts(folders: Folders) -> None:
         assert stats.spec_decode_num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("size", [None, 1])
+@pytest.mark.parametrize("size", [None, pytest.param(1, marks=pytest.mark.slow)])
 async def test_ranks_decide_alike(size: int | None, folders: Folders) -> None:
     """Each rank has the whole distributions. If one kept another number of drafts, their halves of
     the model would read different tokens."""

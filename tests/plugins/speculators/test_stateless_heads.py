@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from draft_heads import Random, Tensors, write
-from drafted import check_drafts, config_of, requests, serve
+from draft_heads import Random, Tensors, all_states, write
+from drafted import HiddenStates, check_drafts, config_of, requests, serve
 from torch.nn.functional import gelu, silu
 
 from jackfield.core.errors import ConfigError
@@ -24,11 +24,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("qwen3", tmp_path_factory.mktemp("target"))
 
 
-def last_state(model: Any, known: list[int]) -> torch.Tensor:
+def last_state(target: HiddenStates, known: list[int]) -> torch.Tensor:
     """Of the token before the newest one, after the final norm."""
-    with torch.no_grad():
-        states: torch.Tensor = model.model(torch.tensor([known[:-1]])).last_hidden_state
-    return states[0, -1]
+    return target.of(known[:-1])[-1][-1]
 
 
 @pytest.mark.parametrize("form", ["own heads", "one head", "few tokens"])
@@ -55,12 +53,13 @@ async def test_medusa(form: str, target: Path, tmp_path: Path) -> None:
         config["truncated_vocab_size"] = drafted
         token_map = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:drafted]
         tensors["token_map"] = token_map
-    head, model = write(tmp_path / "head", tensors, config), reference_model(target)
+    head = write(tmp_path / "head", tensors, config)
+    states = all_states(reference_model(target))
 
     def reference(known: list[int], _: int) -> list[int]:
         drafts = []
         for h in range(count):
-            x = last_state(model, known)
+            x = last_state(states, known)
             for n in range(layers):
                 x = x + silu(tensors[f"medusa_heads.blocks.{h}.layers.{n}.weight"] @ x)
             own = f"medusa_heads.lm_heads.{h}.weight"
@@ -95,7 +94,8 @@ async def test_mlp_speculator(tied: bool, scaled: bool, target: Path, tmp_path: 
         "emb_dim": SIZE, "inner_dim": inner, "n_predict": count, "vocab_size": VOCAB,
         "tie_weights": tied, "scale_input": scaled,
     }  # fmt: skip
-    head, model = write(tmp_path / "head", tensors, config), reference_model(target)
+    head = write(tmp_path / "head", tensors, config)
+    states = all_states(reference_model(target))
     weight = 0.5 ** (0.5 / count)
     factor = ((1 - weight**2) * (inner / 2)) ** 0.5 / weight
 
@@ -103,7 +103,7 @@ async def test_mlp_speculator(tied: bool, scaled: bool, target: Path, tmp_path: 
         return x * torch.rsqrt(x.pow(2).mean() + 1e-6)
 
     def reference(known: list[int], _: int) -> list[int]:
-        token, drafts, state = known[-1], [], last_state(model, known)
+        token, drafts, state = known[-1], [], last_state(states, known)
         state = normed(state) / 2**0.5 if scaled else state
         for h in range(count):
             part = {n: tensors[f"speculator.{n}.{h}.weight"] for n in ("emb", "proj", "ln", "head")}
