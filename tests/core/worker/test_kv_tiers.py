@@ -149,7 +149,6 @@ async def test_transfers_of_a_plan_begin_after_its_compactions(
     noted(Compactor, "run")
     noted(WorkerParts, "receive")
     await outputs(folder, [prompt(45)], 10, **COMPRESSION, kv_transfer_config=OFFLOAD)
-    assert events.count("Worker.step") == events.count("WorkerParts.receive")
     place = events.index("Compactor.run", events.index("Worker.step"))
     assert events[place - 1 : place + 2] == ["Worker.step", "Compactor.run", "WorkerParts.receive"]
 
