@@ -26,8 +26,9 @@ from .step_loop import StepLoop
 logger = logging.getLogger("jackfield.engine")
 PROCESS = 0
 """Process of the loop's spans in a trace."""
-LOOP_THREAD, FIRST_STEP_THREAD = 1, 2
-"""Its threads: what the loop does, and the steps in flight."""
+LOOP_THREAD = 1
+STEP_THREADS = (2, 3, 4)
+"""Its threads: what the loop does, and the steps in flight, in turn."""
 EVENTS = b'"traceEvents": ['
 BASE = re.compile(rb'"baseTimeNanoseconds": (\d+)')
 
@@ -59,7 +60,7 @@ class Timeline:
         if submitted is not None:  # Else it began before the profile.
             name = f"step {plan.step}: {plan.total_tokens} tokens"
             facts = {"device_ms": round(result.device_seconds * 1000, 3)}
-            thread = FIRST_STEP_THREAD + plan.step % 2
+            thread = STEP_THREADS[plan.step % len(STEP_THREADS)]
             self.spans.append((name, thread, submitted, now, facts))
 
     def published(self, plan: StepPlan) -> None:
@@ -72,8 +73,7 @@ class Timeline:
 
     def events(self, base: int) -> list[dict[str, Any]]:
         """Return events in Chrome's format. base: nanoseconds of its time 0."""
-        names = {LOOP_THREAD: "plan and publish", FIRST_STEP_THREAD: "steps in flight"}
-        names[FIRST_STEP_THREAD + 1] = "steps in flight"
+        names = {LOOP_THREAD: "plan and publish", **dict.fromkeys(STEP_THREADS, "steps in flight")}
         meta = [_meta("process_name", LOOP_THREAD, "event loop")]
         meta += [_meta("thread_name", thread, name) for thread, name in names.items()]
         return meta + [

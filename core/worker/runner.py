@@ -91,6 +91,8 @@ class ModelRunner:
         """Errors of a failed recording; another may be of one rank only, while others wait for
         it."""
         self.parts = WorkerParts(parts)
+        self._inference = torch.inference_mode()
+        """Made once, as each launch enters it."""
         self.slot_changes = 0
         """Plans by which slots got or lost their requests."""
         self.stage = self.parts.find(PipelineStage)
@@ -113,9 +115,12 @@ class ModelRunner:
     def samples(self) -> bool:
         return self.stage is None or self.stage.pipeline.last
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> LaunchedStep:
         """Queue a step, without waiting."""
+        with self._inference:
+            return self._launch(plan, in_process)
+
+    def _launch(self, plan: StepPlan, in_process: InProcess) -> LaunchedStep:
         launched = time.monotonic()
         self.update_slots(plan, in_process)
         if self.stage is not None:

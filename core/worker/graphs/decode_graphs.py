@@ -273,6 +273,7 @@ class _StaticStep:
     shared_prefix: int
     own_slots: np.ndarray
     """[len(slots)] intp"""
+    row_of_slot: dict[int, int]
     row_slots: np.ndarray
     """[rows] int32, the scratch slot in rows of padding."""
     numbers: np.ndarray
@@ -289,7 +290,8 @@ class _StaticStep:
         numbers = np.zeros(2 * rows + HEADER, dtype=np.int32)
         numbers[:rows] = -1 - row_slots
         numbers[2 * rows + 1] = shared_prefix
-        return cls(slots, rows, shared_prefix, own_slots, row_slots, numbers)
+        row_of_slot = {slot: row for row, slot in enumerate(slots)}
+        return cls(slots, rows, shared_prefix, own_slots, row_of_slot, row_slots, numbers)
 
 
 class DecodeInputs:
@@ -307,7 +309,6 @@ class DecodeInputs:
         self._numbers = StaticNumbers(batch, 2 * max_rows + HEADER + 2 * self._most_writes)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=batch.device)
         self._query_start_cpu = np.arange(max_rows + 1, dtype=np.int32)
-        self._row_of_slot = np.zeros(batch.num_slots + 1, dtype=np.int32)
         self._step = _StaticStep.of((), 0, 0, batch.scratch_slot)
         """The last step's."""
 
@@ -327,7 +328,7 @@ class DecodeInputs:
             numbers[2 * rows] = len(writes)
         elif plan.table_writes:
             numbers = numbers.copy()
-            if not self._add_blocks(numbers[rows:], plan, step.own_slots):
+            if not self._add_blocks(numbers[rows:], plan, step):
                 return False
         if step.row_changes != table.row_changes:
             if numbers is step.numbers:
@@ -339,18 +340,16 @@ class DecodeInputs:
         self._numbers.send(numbers)
         return True
 
-    def _add_blocks(self, blocks: np.ndarray, plan: StepPlan, slots: np.ndarray) -> bool:
-        """Add a plan's new blocks to those of the rows; False: some are others. slots: [R] of the
-        rows."""
-        table, row_of_slot = self._batch.table, self._row_of_slot
-        row_of_slot[slots] = np.arange(len(slots), dtype=np.int32)
+    def _add_blocks(self, blocks: np.ndarray, plan: StepPlan, step: _StaticStep) -> bool:
+        """Add a plan's new blocks to those of the rows; False: some are others."""
+        table, row_of_slot = self._batch.table, step.row_of_slot
         for write in plan.table_writes:
             slot, block_ids = write.slot, write.block_ids
-            row = row_of_slot.item(slot)
-            outside = row >= len(slots) or plan.slots[row] != slot
-            if outside or len(block_ids) != 1 or write.column != table.next_column(slot):
+            if slot not in row_of_slot or len(block_ids) != 1:
                 return False
-            blocks[row] = block_ids[0]
+            if write.column != table.next_column(slot):
+                return False
+            blocks[row_of_slot[slot]] = block_ids[0]
         return True
 
     def fill_scratch(self, rows: int) -> None:

@@ -131,7 +131,8 @@ class WorkerParts:
             report = part.after(plan.parts.get(part.name), step)
             if report is not None:
                 step.reports[part.name] = report
-        step.reports |= self.poll()
+        if self._poll:
+            step.reports |= self.poll()
 
     def poll(self) -> dict[str, Report]:
         """Return reports due even without rows."""

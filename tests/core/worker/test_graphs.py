@@ -308,7 +308,7 @@ async def test_a_step_with_the_rows_of_the_last_one_is_launched_by_little(
             assert operations == 0
             calls.setdefault(len(plan.slots), set()).add(number)
     assert set(calls) == {1, 4, 16} and len(set.union(*calls.values())) == 1, calls
-    assert max(calls[16]) < 60, calls
+    assert max(calls[16]) < 56, calls
 
 
 def test_row_counts_end_with_the_most_that_can_run() -> None:
