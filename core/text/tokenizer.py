@@ -1,7 +1,6 @@
 """`Tokenizer`: text to token ids and back, over the `tokenizers` library.
 
-Reads tokenizer.json directly, so that starting up does not import transformers; a checkpoint
-without one goes through transformers' AutoTokenizer (never running the checkpoint's code).
+Reads tokenizer.json directly, so that starting up does not import transformers.
 """
 
 from __future__ import annotations
@@ -15,15 +14,17 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from ..errors import CheckpointNotFound, InvalidRequest, LoadError, shown
-from ..loading.hub import TOKENIZER_FILES, fetch_snapshot
-from ..loading.json_file import check_fetched
-from ..loading.transformers_module import transformers_module
+from ..errors import InvalidRequest, shown
 from ..registration.checkpoint_formats import AUTO, tokenizer_format
 from ..registration.registered import Registry
 from .control_tokens import ControlTokens
 from .token_bytes import BytePieces, byte_pieces
 from .token_limit import PIECE, TokenLimit, encode_text, encode_within
+from .tokenizer_backend import (
+    backend_from_file,
+    backend_from_transformers,
+    fetch_tokenizer,
+)
 from .tokenizer_files import (
     DeclaredTokens,
     chat_templates,
@@ -120,7 +121,7 @@ class Tokenizer:
         """
         folder = Path(path)
         if not folder.is_dir():
-            folder = _download(path, revision, download_dir)
+            folder = fetch_tokenizer(path, revision, download_dir)
         if formats is not None and (name := tokenizer_format(formats, mode, folder)) is not None:
             templates = format_templates(formats, name, folder, chat_template)
             with formats.calling(name, "read_tokenizer"):
@@ -137,15 +138,11 @@ class Tokenizer:
             templates = {"default": template_text(chat_template)}
         file = folder / "tokenizer.json"
         if file.is_file():
-            check_fetched(file)
-            try:
-                backend = Backend.from_file(str(file))
-            except Exception as error:
-                raise LoadError(f"tokenizer: {file} cannot be read: {error}") from error
+            backend = backend_from_file(file)
             declared.add_to(backend)
         else:
-            backend, found_tokens = _from_transformers(folder)
-            tokens = {**found_tokens, **tokens}
+            backend, file_tokens = backend_from_transformers(folder)
+            tokens = {**file_tokens, **tokens}
         return cls(
             backend,
             bos_token=tokens.get("bos_token"),
@@ -408,21 +405,6 @@ def _without_surrogates(text: str) -> str:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-# ---------------------------------------------------------------- reading a checkpoint's files
-
-
-def _download(name: str, revision: str | None, download_dir: str | None) -> Path:
-    try:
-        return fetch_snapshot(name, revision, TOKENIZER_FILES, download_dir=download_dir)
-    except LoadError:
-        raise
-    except Exception as error:
-        raise CheckpointNotFound(
-            f"tokenizer: {name!r} is no folder here, and cannot be fetched from the hub: {error}",
-            param="tokenizer",
-        ) from error
-
-
 def _kept(lengths: list[int], room: int) -> list[int]:
     """Return how much of one or two texts fits; the longer is truncated first."""
     if sum(lengths) <= room:
@@ -433,41 +415,3 @@ def _kept(lengths: list[int], room: int) -> list[int]:
     kept = [room - shorter, room - shorter]
     kept[lengths.index(min(lengths))] = shorter
     return kept
-
-
-def _has_vocabulary(backend: Backend) -> bool:
-    """Return whether a tokenizer has text tokens: without a vocabulary, transformers creates one
-    that encodes every text to nothing.
-    """
-    added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    vocabulary = backend.get_vocab(with_added_tokens=False)
-    return any(token.strip("▁Ġ ") for token in vocabulary if token not in added)
-
-
-def _from_transformers(folder: Path) -> tuple[Backend, dict[str, str]]:
-    kind = transformers_module().AutoTokenizer
-    try:
-        tokenizer = kind.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise LoadError(
-            f"tokenizer: {folder} has no tokenizer.json, and nothing else that can be used "
-            f"({reason}); copy one there, or name the tokenizer with --tokenizer"
-        ) from error
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(backend, Backend):
-        raise LoadError(
-            f"tokenizer: {type(tokenizer).__name__} in {folder} has no fast implementation; save "
-            "one with `tokenizer.json` beside it"
-        )
-    if not _has_vocabulary(backend):
-        raise LoadError(
-            f"tokenizer: {folder} has no file with a vocabulary, such as tokenizer.json or "
-            "tokenizer.model; copy one there, or name the tokenizer with --tokenizer"
-        )
-    special_tokens = {
-        key: str(value)
-        for key, value in tokenizer.special_tokens_map.items()
-        if key.endswith("_token")
-    }
-    return backend, special_tokens
