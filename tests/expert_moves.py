@@ -1,4 +1,4 @@
-"""What ranks compute while experts move between them, for tests of layers and of formats."""
+"""What ranks compute while experts move between them, for tests of layers, formats and engines."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.worker.expert_balance import ExpertMover
 from jackfield.plugins.conformance.paged_model import PagedModel, assert_near
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
+
+from helpers import at_once
 
 
 def two_ranks(folder: Path, copies: int, **options: Any) -> tuple[list[PagedModel], Any]:
@@ -62,3 +65,26 @@ def check_moves(folder: Path, copies: int, **options: Any) -> None:
         half = len(counted) // 2
         assert counted[:half] == counted[half:], "ranks have counted unlike tokens"
         assert sum(counted[0]) >= len(prompt) and sum(counted[0]) % len(prompt) == 0
+
+
+async def tokens_of_requests(folder: Path, max_tokens: int, **options: Any) -> list[list[int]]:
+    """Serve requests of several lengths at once, greedy and drawn → the tokens of each"""
+    config = EngineConfig(
+        model=str(folder), device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4,
+        max_num_batched_tokens=32, num_gpu_blocks_override=64, skip_tokenizer_init=True,
+        **options,
+    )  # fmt: skip
+
+    async def generate(engine: AsyncEngine, number: int) -> list[int]:
+        prompt = [3 + (number * 7 + 11 * at) % 140 for at in range(2 + 19 * number)]
+        params = SamplingParams(
+            temperature=0.7 * (number % 2), seed=number, max_tokens=max_tokens, ignore_eos=True,
+            detokenize=False,
+        )  # fmt: skip
+        async for output in engine.generate(prompt, params):
+            last = output
+        assert last.error is None, last.error
+        return list(last.outputs[0].token_ids)
+
+    async with AsyncEngine(config) as engine:
+        return await at_once(engine, *(generate(engine, number) for number in range(5)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 if TYPE_CHECKING:
     from jackfield import AsyncEngine, RequestOutput
@@ -221,6 +223,17 @@ def make_checkpoint(name: str, folder: Path, *, dtype: torch.dtype = torch.float
                 parameter.copy_(torch.linspace(-1.0, 3.0, len(parameter)))
     model.save_pretrained(folder)
     return folder
+
+
+def changed_checkpoint(old: Path, new: Path) -> Path:
+    """Save a checkpoint of the same model with other weights, as after some training, and return
+    its folder."""
+    shutil.copytree(old, new)
+    torch.manual_seed(5)
+    tensors = load_file(old / "model.safetensors")
+    changed = {name: t + 0.1 * torch.randn_like(t) for name, t in tensors.items()}
+    save_file(changed, new / "model.safetensors", metadata={"format": "pt"})
+    return new
 
 
 def reference_model(folder: Path, device: str = "cpu") -> Any:

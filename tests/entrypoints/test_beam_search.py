@@ -153,11 +153,6 @@ def server(checkpoint: Path) -> Iterator[Server]:
         yield running_server
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def test_completions_are_the_best_sequences(client: openai.OpenAI, model: Any) -> None:
     body: Any = {"model": MODEL, "prompt": [PROMPT, PROMPTS[1]], "max_tokens": 4, "n": 2}
     extra = {"use_beam_search": True, "ignore_eos": True, "return_token_ids": True}

@@ -106,11 +106,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield item
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 @pytest.fixture
 def asynchronous(server: Server) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)

@@ -42,11 +42,6 @@ def server() -> Iterator[Server]:
         yield item
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def post(server: Server, route: str, body: dict[str, Any], status: int = 200) -> Any:
     response = httpx.post(server.url + route, json=body, timeout=60)
     assert response.status_code == status, response.text

@@ -36,11 +36,6 @@ def server(folder: Path) -> Iterator[Server]:
         yield item
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def defaults(folder: Path, **options: Any) -> SamplingDefaults:
     return resolve_model_config(engine_config(folder, **options)).sampling
 

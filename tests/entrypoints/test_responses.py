@@ -23,19 +23,6 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture
-async def asynchronous(server: Server) -> Any:
-    async with openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0
-    ) as api_client:
-        yield api_client
-
-
-@pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """It thinks, says something, and calls a tool."""
     checkpoint = save_scripted(tmp_path_factory.mktemp("scripted"))

@@ -50,11 +50,6 @@ def server(checkpoint: Path) -> Iterator[Server]:
         yield running_server
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 # ---------------------------------------------------------------- fewer events
 
 

@@ -88,11 +88,6 @@ def server(whisper: Any) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def recording(seconds: float, rate: int = RATE, form: str = "WAV", channels: int = 1) -> bytes:
     time = np.arange(int(seconds * rate)) / rate
     sound = 0.4 * np.sin(2 * np.pi * (300 + 200 * time) * time)

@@ -133,19 +133,6 @@ def server() -> Iterator[Server]:
         yield running_server
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture
-async def asynchronous(server: Server) -> Any:
-    async with openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0
-    ) as api_client:
-        yield api_client
-
-
 async def whole(client: openai.AsyncOpenAI, **options: Any) -> dict[str, Any]:
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300, **options}
     response = await client.chat.completions.create(**body)

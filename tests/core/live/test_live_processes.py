@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import forked
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from jackfield import LLM, AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.data_parallel.pooled_cores import PooledCores
@@ -24,7 +22,7 @@ from jackfield.core.remote import processes
 from jackfield.core.remote.client import remote_engine
 from jackfield.core.remote.server import EngineServer
 
-from helpers import make_checkpoint
+from helpers import changed_checkpoint, make_checkpoint
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64,
@@ -39,12 +37,7 @@ NORM = "model.norm.weight"
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("models")
     old = make_checkpoint("llama", root / "old")
-    shutil.copytree(old, new := root / "new")
-    torch.manual_seed(5)
-    tensors = load_file(old / "model.safetensors")
-    changed = {name: t + 0.1 * torch.randn_like(t) for name, t in tensors.items()}
-    save_file(changed, new / "model.safetensors", metadata={"format": "pt"})
-    return old, new
+    return old, changed_checkpoint(old, root / "new")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
@@ -27,7 +26,7 @@ from jackfield.core.worker.mapped.driver import AddressSpace
 from jackfield.core.worker.mapped.regions import MappedMemory, Region
 from jackfield.core.worker.worker import Worker
 
-from helpers import VOCAB, make_checkpoint
+from helpers import VOCAB, changed_checkpoint, make_checkpoint
 
 PAGE = mmap.PAGESIZE
 NOTHING, READ_WRITE = 0, 3
@@ -203,18 +202,15 @@ async def test_an_engine_says_the_same_after_each_sleep(
         folder = make_checkpoint(family, tmp_path / "old")
     else:
         folder = with_states(tmp_path / "old")
-    shutil.copytree(folder, new := tmp_path / "new")
-    torch.manual_seed(5)
-    tensors = load_file(folder / "model.safetensors")
-    changed = {name: t + 0.1 * torch.randn_like(t) for name, t in tensors.items()}
-    save_file(changed, new / "model.safetensors", metadata={"format": "pt"})
+    new = changed_checkpoint(folder, tmp_path / "new")
     async with AsyncEngine(EngineConfig(model=str(new), **SETTINGS)) as fresh:
         after = await said(fresh)
     gc.collect()
     async with AsyncEngine(EngineConfig(model=str(folder), **SETTINGS)) as engine:
         want = await said(engine)
         size, places = sum(space.mapped.values()), set(space.mapped)
-        assert size > sum(t.nbytes for t in tensors.values())
+        weights = load_file(folder / "model.safetensors")
+        assert size > sum(tensor.nbytes for tensor in weights.values())
         for level in (1, 2, 1):
             answer = await engine.sleep(level)
             assert answer["freed_bytes"] == size and not space.mapped

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import socket
 import sys
 from base64 import b64decode
@@ -12,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.live.engine_jobs import JoinGroup, LeaveGroup, OpenTensors
 from jackfield.core.live.torch_pickles import read_sglang_tensors, read_vllm_handles
 from jackfield.core.live.worker_jobs import TensorPart
 
-from helpers import make_checkpoint
+from helpers import changed_checkpoint, make_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,12 +59,7 @@ sys.stdin.read()
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
     old = make_checkpoint("llama", tmp_path / "old")
-    shutil.copytree(old, new := tmp_path / "new")
-    torch.manual_seed(5)
-    tensors = load_file(old / "model.safetensors")
-    changed = {name: t + 0.1 * torch.randn_like(t) for name, t in tensors.items()}
-    save_file(changed, new / "model.safetensors", metadata={"format": "pt"})
-    return old, new
+    return old, changed_checkpoint(old, tmp_path / "new")
 
 
 def config_of(folder: Path) -> EngineConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -11,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rank_executor import Plugin
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import Conflict, EnginePaused, InvalidRequest
 from jackfield.core.live.engine_jobs import ReportMemoryUse, ResetPrefixCache, Sleep, WakeUp
 from jackfield.core.registry import load_plugins
 
-from helpers import make_checkpoint
+from helpers import changed_checkpoint, make_checkpoint
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96,
@@ -36,12 +34,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("models")
     old = make_checkpoint("llama", root / "old")
-    shutil.copytree(old, new := root / "new")
-    torch.manual_seed(5)
-    tensors = load_file(old / "model.safetensors")
-    changed = {name: t + 0.1 * torch.randn_like(t) for name, t in tensors.items()}
-    save_file(changed, new / "model.safetensors", metadata={"format": "pt"})
-    return old, new
+    return old, changed_checkpoint(old, root / "new")
 
 
 @pytest.fixture

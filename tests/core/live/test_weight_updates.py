@@ -36,7 +36,7 @@ from jackfield.core.outputs import RequestOutput, WeightSpan
 from jackfield.core.parallel.broadcast import BroadcastGroup
 from jackfield.core.registry import load_plugins
 
-from helpers import VOCAB, make_checkpoint, reference_model
+from helpers import VOCAB, changed_checkpoint, make_checkpoint, reference_model
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96,
@@ -53,12 +53,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint, and one of the same model after some training."""
     root = tmp_path_factory.mktemp("models")
     old = make_checkpoint("llama", root / "old")
-    shutil.copytree(old, new := root / "new")
-    torch.manual_seed(5)
-    tensors = load_file(old / "model.safetensors")
-    changed = {name: t + 0.1 * torch.randn_like(t) for name, t in tensors.items()}
-    save_file(changed, new / "model.safetensors", metadata={"format": "pt"})
-    return old, new
+    return old, changed_checkpoint(old, root / "new")
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from expert_moves import tokens_of_requests
 from safetensors import safe_open
 
-from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.errors import ConfigError, LoadError
 from jackfield.core.loading.build import build_model
 from jackfield.core.loading.model_config import resolve_model_config
@@ -25,7 +26,7 @@ from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
-from helpers import at_once, make_checkpoint
+from helpers import make_checkpoint
 
 
 def build(folder: Path, ranks: Ranks = ONE_RANK, operations: Any = None, **options: Any) -> Any:
@@ -218,29 +219,6 @@ def test_a_missing_expert_is_named_by_its_rank(tmp_path: Path) -> None:
     assert "experts.0." not in str(caught.value)
 
 
-async def tokens(folder: Path, **options: Any) -> list[list[int]]:
-    """Requests of several lengths at once, greedy and drawn."""
-    config = EngineConfig(
-        model=str(folder), device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4,
-        max_num_batched_tokens=32, num_gpu_blocks_override=64, skip_tokenizer_init=True,
-        **options,
-    )  # fmt: skip
-
-    async def generate(engine: AsyncEngine, number: int) -> list[int]:
-        prompt = [3 + (number * 7 + 11 * at) % 140 for at in range(2 + 19 * number)]
-        params = SamplingParams(
-            temperature=0.7 * (number % 2), seed=number, max_tokens=16, ignore_eos=True,
-            detokenize=False,
-        )  # fmt: skip
-        async for output in engine.generate(prompt, params):
-            last = output
-        assert last.error is None, last.error
-        return list(last.outputs[0].token_ids)
-
-    async with AsyncEngine(config) as engine:
-        return await at_once(engine, *(generate(engine, number) for number in range(5)))
-
-
 @pytest.mark.parametrize(
     ("family", "backend"),
     [
@@ -254,9 +232,9 @@ async def test_an_engines_tokens_are_those_of_one_rank(
 ) -> None:
     """Rank 0 here and another one in a process, over gloo, with experts of unequal number."""
     folder = make_checkpoint(family, tmp_path)
-    one = await tokens(folder)
+    one = await tokens_of_requests(folder, 16)
     options = {"enable_expert_parallel": True, "all2all_backend": backend}
-    assert await tokens(folder, tensor_parallel_size=2, **options) == one
+    assert await tokens_of_requests(folder, 16, tensor_parallel_size=2, **options) == one
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gloo moves what is in host memory")

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from replaying import RecordingExecutor
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.cache.groups import CacheGroup, sequence_blocks
@@ -26,7 +27,6 @@ from jackfield.core.step import StepResult
 from jackfield.core.worker.graphs.decode_graphs import DecodeKey
 from jackfield.core.worker.graphs.endings import Ending
 from jackfield.plugins.attention.torch import TorchAttention
-from jackfield.plugins.executors.inprocess import InProcessExecutor
 from jackfield.plugins.policies.builtin import FirstComeFirstServed
 
 from helpers import VOCAB, at_once, edit_json, interpreted, make_checkpoint
@@ -85,32 +85,6 @@ class CountingOperations(Operations):
     def scatter(self, *args: Any) -> Any:
         self.calls["scatter"] += 1
         return super().scatter(*args)
-
-
-class Recorder:
-    """Where there are no CUDA graphs, calling the function again is a replay."""
-
-    def __init__(self) -> None:
-        self.replays = 0
-
-    def __call__(self, function: Any) -> Any:
-        function()
-
-        def replay() -> None:
-            self.replays += 1
-            function()
-
-        return replay
-
-
-class RecordingExecutor(InProcessExecutor):
-    recorders: list[Recorder] = []
-
-    def __init__(self, config: Any, model_config: Any, plugins: Any) -> None:
-        super().__init__(config, model_config, plugins)
-        recorder = Recorder()
-        self.recorders.append(recorder)
-        self._worker._recorder = lambda: recorder  # type: ignore[method-assign]
 
 
 class Plugin:

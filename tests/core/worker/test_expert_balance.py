@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from expert_moves import check_moves, two_ranks
+from expert_moves import check_moves, tokens_of_requests, two_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield import EngineConfig
 from jackfield.core.engine.step_loop import BalanceTimes
 from jackfield.core.errors import ConfigError
 from jackfield.core.nn.expert_balance.placement import balanced, rank_loads
@@ -29,7 +29,7 @@ from jackfield.core.worker.expert_balance import ExpertMover
 from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
-from helpers import at_once, make_checkpoint
+from helpers import make_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -201,28 +201,6 @@ def test_options_without_the_others_are_refused(options: dict[str, Any], param: 
     assert caught.value.param == param
 
 
-async def tokens(folder: Path, **options: Any) -> list[list[int]]:
-    config = EngineConfig(
-        model=str(folder), device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4,
-        max_num_batched_tokens=32, num_gpu_blocks_override=64, skip_tokenizer_init=True,
-        **options,
-    )  # fmt: skip
-
-    async def generate(engine: AsyncEngine, number: int) -> list[int]:
-        prompt = [3 + (number * 7 + 11 * at) % 140 for at in range(2 + 19 * number)]
-        params = SamplingParams(
-            temperature=0.7 * (number % 2), seed=number, max_tokens=24, ignore_eos=True,
-            detokenize=False,
-        )  # fmt: skip
-        async for output in engine.generate(prompt, params):
-            last = output
-        assert last.error is None, last.error
-        return list(last.outputs[0].token_ids)
-
-    async with AsyncEngine(config) as engine:
-        return await at_once(engine, *(generate(engine, number) for number in range(5)))
-
-
 async def test_requests_go_on_while_experts_move(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -233,10 +211,10 @@ async def test_requests_go_on_while_experts_move(
         if name.endswith("router.bias"):
             tensor[2:4] += 60.0
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    one = await tokens(folder)
+    one = await tokens_of_requests(folder, 24)
     with caplog.at_level(logging.INFO, "jackfield.worker"):
-        two = await tokens(
-            folder, tensor_parallel_size=2, enable_expert_parallel=True, enable_eplb=True,
+        two = await tokens_of_requests(
+            folder, 24, tensor_parallel_size=2, enable_expert_parallel=True, enable_eplb=True,
             eplb_config={"step_interval": 6, "window_size": 4, "num_redundant_experts": 2},
         )  # fmt: skip
     assert two == one

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from replaying import Recorder, RecordingExecutor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jackfield import AsyncEngine, EngineConfig, RequestOutput, SamplingParams
@@ -58,34 +59,19 @@ class WritingOperations(Operations):
             WritingOperations.writes += 1
 
 
-class Counting:
-    """Where there are no CUDA graphs, calling the function again is a replay."""
-
-    def __init__(self) -> None:
-        self.replays = 0
+class WritingRecorder(Recorder):
+    """Its recordings write no tokens."""
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
         WritingOperations.recording = True
         try:
-            function()
+            return super().__call__(function)
         finally:
             WritingOperations.recording = False
 
-        def replay() -> None:
-            self.replays += 1
-            function()
 
-        return replay
-
-
-class StaticExecutor(InProcessExecutor):
-    recorders: list[Counting] = []
-
-    def __init__(self, config: Any, model_config: Any, plugins: Any) -> None:
-        super().__init__(config, model_config, plugins)
-        recorder = Counting()
-        self.recorders.append(recorder)
-        self._worker._recorder = lambda: recorder  # type: ignore[method-assign]
+class StaticExecutor(RecordingExecutor):
+    recorder_class = WritingRecorder
 
 
 class Plugin:

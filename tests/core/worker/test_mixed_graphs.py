@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from replaying import MixedRecordingExecutor, RecordingExecutor
 
 from jackfield import AsyncEngine, EngineConfig, RequestOutput, SamplingParams
 from jackfield.core.hooks import hookimpl
@@ -22,7 +22,6 @@ from jackfield.core.worker.graphs.mixed_graphs import (
     token_counts,
 )
 from jackfield.core.worker.graphs.mixed_inputs import MixedKey
-from jackfield.plugins.executors.inprocess import InProcessExecutor
 
 from helpers import VOCAB, interpreted, joining, make_checkpoint
 
@@ -33,42 +32,16 @@ COUNT = 7
 """Requests: the interpreter is slow."""
 
 
-class Recorder:
-    """Where there are no CUDA graphs, calling the function again is a replay."""
-
-    def __init__(self) -> None:
-        self.replays = 0
-
-    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
-        function()
-
-        def replay() -> None:
-            self.replays += 1
-            function()
-
-        return replay
-
-
-class RecordingExecutor(InProcessExecutor):
+class CountingExecutor(MixedRecordingExecutor):
     counts: dict[str, int] = {}
 
     def __init__(self, config: Any, model_config: Any, plugins: Any) -> None:
         super().__init__(config, model_config, plugins)
-        recorder = Recorder()
-        self._worker._recorder = lambda: recorder  # type: ignore[method-assign]
         self.counts.update(replayed=0, launched=0)
 
     async def start(self) -> Any:
         info = await super().start()
         graphs: Any = self._worker.runner.mixed.graphs  # type: ignore[union-attr]
-
-        @torch.inference_mode()
-        def record() -> None:
-            while graphs.record_next():
-                pass
-
-        assert self._thread is not None
-        await self._thread.call(record)
         plain = graphs.launch
 
         def launch(*arguments: Any) -> bool:
@@ -85,7 +58,7 @@ class Plugin:
 
     @hookimpl
     def register_executors(self, registry: Any) -> None:
-        registry.add("recording", RecordingExecutor)
+        registry.add("recording", CountingExecutor)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +134,7 @@ async def test_recorded_steps_with_prompts_equal_launched_ones(
     launched = await answers(EngineConfig(**common), plugins, COUNT)
     config = EngineConfig(**common, executor="recording")
     replayed = await answers(config, plugins, COUNT)
-    counts = RecordingExecutor.counts
+    counts = CountingExecutor.counts
     # In so many steps at least the requests come.
     assert counts["replayed"] >= 4 and not counts["launched"], counts
     # Products of padded rows may differ in the last place, by the machine: a near tie may differ.
@@ -190,7 +163,7 @@ async def test_many_prompts_of_a_few_tokens_are_replayed_together(checkpoint: Pa
 
     async with AsyncEngine(config, plugins=plugins) as engine:
         together = await asyncio.gather(*(run_one(engine, n) for n in range(8)))
-        counts = dict(RecordingExecutor.counts)
+        counts = dict(CountingExecutor.counts)
         alone = [await run_one(engine, n) for n in (0, 5)]
     assert counts["replayed"] and not counts["launched"], counts
     assert [together[0], together[5]] == alone
@@ -212,7 +185,7 @@ class FirstGraphsExecutor(RecordingExecutor):
     graphs: Any = None
 
     async def start(self) -> Any:
-        info = await InProcessExecutor.start(self)
+        info = await super().start()
         graphs: Any = self._worker.runner.mixed.graphs  # type: ignore[union-attr]
         FirstGraphsExecutor.graphs = graphs
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_graphs import Counting, StaticTorchAttention  # type: ignore[import-not-found]
+from replaying import RecordingExecutor
+from test_graphs import StaticTorchAttention, WritingRecorder  # type: ignore[import-not-found]
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.hooks import hookimpl
@@ -19,7 +20,6 @@ from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.step_operations.inputs import DecodeTensors
 from jackfield.core.registry import Plugins, Provenance, load_plugins
 from jackfield.core.worker.start import device_init
-from jackfield.plugins.executors.inprocess import InProcessExecutor
 
 from helpers import at_once, make_checkpoint
 
@@ -64,13 +64,9 @@ class Precompiling(Operations):
         return inputs
 
 
-class Executor(InProcessExecutor):
+class Executor(RecordingExecutor):
     ready: list[str] = []
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        recorder = Counting()
-        self._worker._recorder = lambda: recorder  # type: ignore[method-assign]
+    recorder_class = WritingRecorder
 
     @staticmethod
     def initialize_device(config: EngineConfig, plugins: Plugins) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from replaying import RecordingExecutor
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.hooks import hookimpl
@@ -24,7 +25,6 @@ from jackfield.core.worker.shared_prefixes import SharedPrefixes
 from jackfield.plugins.attention import triton
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.attention.triton_call import LayerCall
-from jackfield.plugins.executors.inprocess import InProcessExecutor
 
 from helpers import VOCAB, interpreted, make_checkpoint
 
@@ -172,18 +172,6 @@ class SharingAttention(TorchAttention):
     def forward(self, spec: Any, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any):
         metadata.chunks.clear()
         return super().forward(spec, query, key, value, kv_cache, metadata)
-
-
-class RecordingExecutor(InProcessExecutor):
-    def __init__(self, config: Any, model_config: Any, plugins: Any) -> None:
-        super().__init__(config, model_config, plugins)
-        self._worker._recorder = lambda: record  # type: ignore[method-assign]
-
-
-def record(function: Callable[[], None]) -> Callable[[], None]:
-    """Where there are no CUDA graphs, calling the function again is a replay."""
-    function()
-    return function
 
 
 class Plugin:

@@ -323,7 +323,7 @@ async def test_recorded_forward_passes_and_kernels_give_the_same(
     others are among them; rows without go through those of decode rows, whose blocks are written by
     column. What each costs is measured before, and told with the first result."""
     pytest.importorskip("triton")
-    from test_mixed_graphs import RecordingExecutor
+    from test_mixed_graphs import CountingExecutor
 
     replayed: Counter[int] = Counter()
     foreseen: list[tuple[int, int]] = []
@@ -332,7 +332,7 @@ async def test_recorded_forward_passes_and_kernels_give_the_same(
         lambda widths, rows, drafts, seconds: foreseen.append((rows, drafts)),
     )  # fmt: skip
 
-    class DraftingExecutor(RecordingExecutor):
+    class DraftingExecutor(CountingExecutor):
         async def start(self) -> Any:
             info = await super().start()
             routes = self._worker.runner.routes  # type: ignore[union-attr]
@@ -409,7 +409,7 @@ async def test_recorded_forward_passes_and_kernels_give_the_same(
     if method != "ngram":
         assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens
     assert stats.spec_decode_num_accepted_tokens > 0
-    counts = RecordingExecutor.counts
+    counts = CountingExecutor.counts
     assert counts["replayed"] and not counts["launched"], counts
     assert sum(replayed.values()) > 2, replayed
     assert foreseen == [(3, drafts) for drafts in (0, *config.speculative_config.widths)]

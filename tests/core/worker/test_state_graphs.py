@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from replaying import MixedRecordingExecutor
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.hooks import hookimpl
 from jackfield.core.nn.operations import Operations
 from jackfield.core.registry import Provenance, load_plugins
-from jackfield.plugins.executors.inprocess import InProcessExecutor
 
 from helpers import interpreted, joining
 
@@ -23,49 +22,12 @@ pytest.importorskip("triton")
 VOCAB = 61
 
 
-class Again:
-    """Where there are no CUDA graphs, calling the function again is a replay."""
-
-    def __init__(self) -> None:
-        self.replays = 0
-
-    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
-        function()
-
-        def replay() -> None:
-            self.replays += 1
-            function()
-
-        return replay
-
-
-class Recording(InProcessExecutor):
-    recorder = Again()
-
-    def __init__(self, config: Any, model_config: Any, plugins: Any) -> None:
-        super().__init__(config, model_config, plugins)
-        self._worker._recorder = lambda: self.recorder  # type: ignore[method-assign]
-
-    async def start(self) -> Any:
-        info = await super().start()
-        runner: Any = self._worker.runner
-
-        @torch.inference_mode()
-        def record() -> None:
-            while runner.mixed.graphs.record_next():
-                pass
-
-        assert self._thread is not None
-        await self._thread.call(record)
-        return info
-
-
 class Plugin:
     jackfield_api = 3
 
     @hookimpl
     def register_executors(self, registry: Any) -> None:
-        registry.add("recording", Recording)
+        registry.add("recording", MixedRecordingExecutor)
 
     @hookimpl
     def register_operations(self, registry: Any) -> None:
@@ -112,8 +74,7 @@ async def test_recorded_steps_equal_launched_ones(checkpoint: Path) -> None:
         "max_model_len": 40, "max_num_seqs": 3, "max_num_batched_tokens": 16, "block_size": 8,
     }  # fmt: skip
     launched = await tokens(EngineConfig(**common, operations="torch"), plugins)
-    before = Recording.recorder.replays
     config = EngineConfig(**common, operations="state_kernels", executor="recording")
     recorded = await tokens(config, plugins)
     assert recorded == launched
-    assert Recording.recorder.replays - before >= 12
+    assert MixedRecordingExecutor.recorders[-1].replays >= 12

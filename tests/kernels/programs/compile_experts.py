@@ -1,14 +1,10 @@
 """Compiles the kernels of a mixture's layer, and prints the registers that each uses."""
 
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from offline_driver import usage
 
 from jackfield.core.nn.activations import ClampedSwiGLU, LimitedSwiGLU
 from jackfield.core.nn.operations import Norm
@@ -18,29 +14,6 @@ from jackfield.kernels.compile import Precompiler
 from jackfield.kernels.moe import slots
 from jackfield.plugins.operations.triton import TritonOperations
 
-
-class Driver:
-    class utils:
-        def get_device_properties(device):
-            return {"max_shared_mem": 227 * 1024}
-
-        def load_binary(name, kernel, shared, device):
-            return object(), name, 32, 0, 1024
-
-    def launcher_cls(self, source, metadata):
-        return lambda *arguments: None
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-
-driver.set_active(Driver())
 more, E, TOP_K, HIDDEN, INNER = {}, 128, 8, 2048, 768
 kinds = {"bf16": (1, 64, 8192), "fp8": (64,), "words": (1, 64)}
 if sys.argv[2] == "gpt-oss-20b":
@@ -79,14 +52,6 @@ def bank(kind, rows, size):
         return QuantizedWeight(words, scale, 32, bits=4, e2m1_run=e2m1_run(size, 32))
     scale = torch.empty(size // 128, rows, dtype=torch.bfloat16)
     return QuantizedWeight(words, scale, 128, bits=4)
-
-
-def usage(kernel):
-    path = Path(sys.argv[1]) / "kernel"
-    path.write_bytes(kernel.asm["cubin"])
-    objdump = triton.knobs.nvidia.cuobjdump.path
-    actual = subprocess.check_output([objdump, "-res-usage", str(path)], text=True)
-    return dict(re.findall(r"(REG|STACK):(\d+)", actual))
 
 
 operations = TritonOperations()

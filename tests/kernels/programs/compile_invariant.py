@@ -1,14 +1,9 @@
 """Compiles the kernels of batch-invariant steps, and prints the registers that each uses."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from offline_driver import usage
 
 from jackfield.core.nn.quantized_weight import QuantizedWeight
 from jackfield.core.nn.routing import RoutingRule
@@ -18,29 +13,6 @@ from jackfield.kernels.compile import Precompiler
 from jackfield.plugins.attention.triton_call import layer_arguments
 from jackfield.plugins.operations.triton_invariant import InvariantTritonOperations
 
-
-class Driver:
-    class utils:
-        def get_device_properties(device):
-            return {"max_shared_mem": 227 * 1024}
-
-        def load_binary(name, kernel, shared, device):
-            return object(), name, 32, 0, 1024
-
-    def launcher_cls(self, source, metadata):
-        return lambda *arguments: None
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-
-driver.set_active(Driver())
 T, HIDDEN, INNER, E, TOP_K = 64, 4096, 14336, 128, 8
 INNER_ROWS = torch.empty(T, INNER, dtype=torch.bfloat16)
 
@@ -65,14 +37,6 @@ def attention(spec):
         made(T, spec.num_heads, spec.head_dim), cache, table, starts, made(T, dtype=torch.int32),
         **layer_arguments(spec), max_query_len=1, uniform=True,
     )  # fmt: skip
-
-
-def usage(kernel):
-    path = Path(sys.argv[1]) / "kernel"
-    path.write_bytes(kernel.asm["cubin"])
-    objdump = triton.knobs.nvidia.cuobjdump.path
-    actual = subprocess.check_output([objdump, "-res-usage", str(path)], text=True)
-    return dict(re.findall(r"(REG|STACK):(\d+)", actual))
 
 
 operations = InvariantTritonOperations()

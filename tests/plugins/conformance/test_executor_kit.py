@@ -9,15 +9,13 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
-import transformers
 from mutants import Mutant, mutant_tests, plugin_of, subclass
+from two_ranks import TwoRanksKit
 
 from jackfield.core.config import EngineConfig
 from jackfield.core.step import Ping, PrepareAhead, Recover, StepResult
 from jackfield.plugins.conformance.executors import ExecutorKit
 from jackfield.plugins.executors.inprocess import InProcessExecutor
-
-from helpers import COMMON
 
 
 class TestInProcess(ExecutorKit):
@@ -34,26 +32,10 @@ class TestProcesses(ExecutorKit):
 
 
 @pytest.mark.slow
-class TestTwoRanks(ExecutorKit):
+class TestTwoRanks(TwoRanksKit):
     """tests/plugins/executors has less of this, and faster."""
 
     name = "processes"
-    model: ClassVar[str]
-
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def checkpoint(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
-        """The embedded model's heads cannot be divided by two."""
-        folder = tmp_path_factory.mktemp("ranks")
-        sizes = {**COMMON, "vocab_size": 1000, "head_dim": 16}
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
-        model.save_pretrained(folder)
-        cls.model = str(folder)
-
-    def config(self, **options: Any) -> EngineConfig:
-        ranks = 1 if options.get("executor") == "inprocess" else 2
-        shared = {"model": self.model, "skip_tokenizer_init": True, "tensor_parallel_size": ranks}
-        return super().config(**{**shared, **options})
 
 
 class Kit(ExecutorKit):

@@ -14,11 +14,11 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import forked
 import pytest
-import transformers
+from two_ranks import TwoRanksKit
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, EngineStopped, RankFailed
@@ -28,7 +28,7 @@ from jackfield.plugins.executors.ray.actor import device_number
 from jackfield.plugins.executors.ray.cluster import Placement
 from jackfield.plugins.executors.ray.executor import RayExecutor
 
-from helpers import COMMON, at_once, make_checkpoint
+from helpers import at_once, make_checkpoint
 
 ray = pytest.importorskip("ray", reason="needs the package ray, which the extra `test` has")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
@@ -378,23 +378,7 @@ class TestRay(ExecutorKit):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("spread")
-class TestTwoNodes(ExecutorKit):
+class TestTwoNodes(TwoRanksKit):
     """Much of it is above, and faster."""
 
     name = "ray"
-    model: ClassVar[str]
-
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def divisible(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
-        """The embedded model's heads cannot be divided by two."""
-        folder = tmp_path_factory.mktemp("ranks")
-        sizes = {**COMMON, "vocab_size": 1000, "head_dim": 16}
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
-        model.save_pretrained(folder)
-        cls.model = str(folder)
-
-    def config(self, **options: Any) -> EngineConfig:
-        ranks = 1 if options.get("executor") == "inprocess" else 2
-        shared = {"model": self.model, "skip_tokenizer_init": True, "tensor_parallel_size": ranks}
-        return super().config(**{**shared, **options})

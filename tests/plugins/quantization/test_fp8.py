@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
+from through_triton import ThroughTriton
 
 from jackfield.plugins.conformance.quantization import QuantizationKit
-from jackfield.plugins.operations.triton import TritonOperations
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -81,20 +80,7 @@ class TestRoundedAtLoad(QuantizationKit):
         return {"weight": weight}, rounded(weight, scale.clamp(min=1e-9))[1]
 
 
-class TestThroughTriton(TestPerTensor):
-    """The kernels in place of the reference; without a GPU in Triton's interpreter, where a whole
-    engine would take too long."""
-
-    operations = TritonOperations
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+class TestThroughTriton(ThroughTriton, TestPerTensor):
     # On a GPU, more than 16 tokens are rounded to fp8, and come back as bfloat16.
     exact = 5e-3 if torch.cuda.is_available() else 1e-4
     product_error = 0.06 if torch.cuda.is_available() else 1e-4
-    test_engine_gives_the_dequantised_models_log_probabilities = None
-    if not torch.cuda.is_available():  # The interpreter's products of bfloat16 are wrong.
-        test_results_are_in_the_models_type = None
-
-    @pytest.fixture(scope="class", params=["Qwen3"])
-    @classmethod
-    def family(cls, request: pytest.FixtureRequest) -> str:
-        return str(request.param)

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from through_triton import ThroughTriton
 
 from jackfield.core.errors import ConfigError, LoadError
 from jackfield.core.loading.quantize import quantized_layers
 from jackfield.plugins.conformance.quantization import QuantizationKit
-from jackfield.plugins.operations.triton import TritonOperations
 from jackfield.plugins.quantization.awq import Awq
 
 
@@ -84,16 +84,9 @@ class TestRtnWithHead(TestRtn4):
         return layer == "lm_head" or super().is_quantized(layer)
 
 
-class TestRtnThroughTriton(TestRtn4):
-    """The kernels in place of the reference. A whole engine in the interpreter takes too long."""
-
-    operations = TritonOperations
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+class TestRtnThroughTriton(ThroughTriton, TestRtn4):
     # A GPU divides a little differently, so a number near a tie may go to the next step, of 1/7.
     exact = 0.15 if torch.cuda.is_available() else 1e-4
-    test_engine_gives_the_dequantised_models_log_probabilities = None
-    if not torch.cuda.is_available():  # The interpreter's products of bfloat16 are wrong.
-        test_results_are_in_the_models_type = None
 
     @pytest.fixture(scope="class", params=["Llama"])
     @classmethod

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from through_triton import ThroughTriton
 
 from jackfield.core.config import EngineConfig
 from jackfield.core.errors import ConfigError
@@ -18,7 +19,6 @@ from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.quantized import LinearSpec
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.quantization import QuantizationKit
-from jackfield.plugins.operations.triton import TritonOperations
 from jackfield.plugins.quantization.fp8 import Fp8Linear
 from jackfield.plugins.quantization.modelopt import ModelOpt
 from jackfield.plugins.quantization.nvfp4 import Nvfp4Linear
@@ -55,22 +55,11 @@ class TestNvfp4(QuantizationKit):
         return stored, (signed * scale.float()[..., None] * whole).flatten(1)
 
 
-class TestNvfp4ThroughTriton(TestNvfp4):
-    """The kernels in place of the reference: groups as narrow as the matrix unit. A whole engine in
-    the interpreter takes too long."""
+class TestNvfp4ThroughTriton(ThroughTriton, TestNvfp4):
+    """Groups are as narrow as the matrix unit."""
 
-    operations = TritonOperations
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     exact = 5e-3 if torch.cuda.is_available() else 1e-4
     product_error = 0.06 if torch.cuda.is_available() else 1e-4
-    test_engine_gives_the_dequantised_models_log_probabilities = None
-    if not torch.cuda.is_available():  # The interpreter's products of bfloat16 are wrong.
-        test_results_are_in_the_models_type = None
-
-    @pytest.fixture(scope="class", params=["Qwen3"])
-    @classmethod
-    def family(cls, request: pytest.FixtureRequest) -> str:
-        return str(request.param)
 
 
 class TestFp8(QuantizationKit):
