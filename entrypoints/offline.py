@@ -33,6 +33,7 @@ from ..core.pooling_params import PoolingParams, PoolingTask
 from ..core.sampling_params import OutputKind, SamplingParams
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from .models.names import find_model
+from .prompt_lists import check_list, for_each, listed
 from .scoring import Scored, score_all, scored_texts
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from ..core.live.weight_update import Weights
 
 T = TypeVar("T")
+ADAPTER = (LoRARequest, type(None))
+"""Of one prompt, or of all."""
 
 
 class PoolingOptions(TypedDict, total=False):
@@ -91,9 +94,8 @@ class LLM:
         """Complete one prompt (text, token ids, or a dict with `prompt` or `prompt_token_ids`) or a
         list; return outputs in the same order. sampling_params, lora_request: one for all, or one
         for each; priority: of each, lower goes first (`scheduling_policy`)."""
-        items = _listed(prompts)
-        priorities = list(priority or [0] * len(items))
-        _check_as_many("priority", priorities, items)
+        items = listed(prompts)
+        priorities = for_each("priority", priority or 0, int, items)
 
         def start(item: Any, params: SamplingParams, lora: LoRARequest | None) -> OutputStream:
             prompt, place = item
@@ -122,8 +124,8 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """Return the most likely outputs that a search finds for each prompt (text, token ids, or a
         dict with `prompt` or `prompt_token_ids`), the best first."""
-        items = _listed(prompts)
-        loras = _for_each(lora_request, items)
+        items = listed(prompts)
+        loras = for_each("lora_request", lora_request, ADAPTER, items)
 
         async def search(prompt: Any, lora: LoRARequest | None) -> BeamSearchOutput:
             text, token_ids = text_and_tokens(prompt)
@@ -172,7 +174,7 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Respond to one conversation or a list of them; return outputs in the same order."""
-        _check_many("messages", messages)
+        check_list("messages", messages)
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         items: list[Any] = [messages] if single else list(messages)
 
@@ -207,18 +209,15 @@ class LLM:
 
         truncate_prompt_tokens, pooling_task: take the place of these fields of the parameters.
         """
-        items = _listed(prompts)
-        if pooling_params is None or isinstance(pooling_params, PoolingParams):
-            each = [pooling_params or PoolingParams()] * len(items)
-        else:
-            each = list(pooling_params)
-        _check_as_many("pooling_params", each, items)
+        items = listed(prompts)
+        pooling_params = PoolingParams() if pooling_params is None else pooling_params
+        each = for_each("pooling_params", pooling_params, PoolingParams, items)
         changes: dict[str, Any] = {
             "truncate_prompt_tokens": truncate_prompt_tokens, "task": pooling_task,
         }  # fmt: skip
         changes = {name: value for name, value in changes.items() if value is not None}
         each = [msgspec.structs.replace(params, **changes) for params in each]
-        loras = _for_each(lora_request, items)
+        loras = for_each("lora_request", lora_request, ADAPTER, items)
 
         async def encode_one(
             prompt: Any, params: PoolingParams, lora: LoRARequest | None
@@ -368,14 +367,10 @@ class LLM:
         start: Callable[[Any, SamplingParams, LoRARequest | None], OutputStream],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or self.get_default_sampling_params()] * len(items)
-        else:
-            each = list(params)
-        _check_as_many("sampling_params", each, items)
+        params = self.get_default_sampling_params() if params is None else params
+        each = for_each("sampling_params", params, SamplingParams, items)
         each = [msgspec.structs.replace(p, output_kind=OutputKind.FINAL_ONLY) for p in each]
-
-        loras = _for_each(lora_request, items)
+        loras = for_each("lora_request", lora_request, ADAPTER, items)
 
         async def finish_one(
             item: Any, params: SamplingParams, lora: LoRARequest | None
@@ -428,39 +423,3 @@ async def _collect(work: Iterable[Coroutine[Any, Any, T]], use_tqdm: bool) -> li
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
-
-
-def _listed(prompts: Any) -> list[Any]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    _check_many("prompts", prompts)
-    if len(prompts) > 0 and isinstance(prompts[0], int):
-        return [prompts]
-    return list(prompts)
-
-
-def _check_many(name: str, value: Any) -> None:
-    """Raise InvalidRequest unless the value is a sequence or array."""
-    places = hasattr(value, "__len__") and hasattr(value, "__getitem__")
-    if not places or isinstance(value, str | bytes | Mapping):
-        raise InvalidRequest(f"{name}: must be a list, got {type(value).__name__}", param=name)
-
-
-def _check_as_many(name: str, values: Sequence[Any], prompts: Sequence[Any]) -> None:
-    if len(values) != len(prompts):
-        raise InvalidRequest(f"{name}: {len(values)} given for {len(prompts)} prompts", param=name)
-
-
-def _for_each(
-    lora_request: LoRARequest | Sequence[LoRARequest | None] | None, items: list[Any]
-) -> list[LoRARequest | None]:
-    """Return the adapter of each prompt. Raises InvalidRequest for another number of them."""
-    if lora_request is None or isinstance(lora_request, LoRARequest):
-        return [lora_request] * len(items)
-    _check_many("lora_request", lora_request)
-    if len(lora_request) != len(items):
-        raise InvalidRequest(
-            f"lora_request: {len(lora_request)} given for {len(items)} prompts",
-            param="lora_request",
-        )
-    return list(lora_request)

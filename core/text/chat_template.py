@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jinja2 import Template, meta, nodes
@@ -25,6 +25,7 @@ from .chat_messages import (
     guarded,
     same,
 )
+from .continued_message import cut_at_end, mark_end
 from .control_tokens import ControlTokens
 from .template_budget import Budget
 from .template_fallbacks import (
@@ -34,13 +35,11 @@ from .template_fallbacks import (
     item_mark,
     joined_parts,
 )
+from .template_guards import RenderingGuards
 from .template_sandbox import TemplateEnvironment
 from .template_traits import ContentFormat, TemplateTraits
 from .token_limit import TokenLimit, encode_within
 from .tokenizer import Tokenizer
-
-_END = "\ufdd2"
-"""Marks the final content's end while rendering a continuation."""
 
 _TRIAL_STEPS = 20_000
 """Steps for rendering a small conversation, to probe a template."""
@@ -86,44 +85,6 @@ def _names_read(text: str) -> frozenset[str]:
 
 class _Refused(Exception):
     """The template does not render these messages."""
-
-
-class _Guards:
-    """Guards and counts one rendering's texts, and remembers typed control tokens."""
-
-    def __init__(
-        self,
-        guard: Guard = same,
-        assistant: Guard = same,
-        searched: Guard = same,
-        check_characters: Callable[[int], None] | None = None,
-    ) -> None:
-        """assistant: for the assistant's messages. searched: for those with reasoning in the
-        content, where the template searches.
-        """
-        self.guard = self._checked(guard)
-        self._assistant = self._checked(assistant)
-        self._searched = self._checked(searched)
-        self._check_characters = check_characters
-        self.broken = False
-        """Whether a guard changed a text."""
-        self.num_characters = 0
-
-    def of(self, message: Message) -> Guard:
-        if message["role"] != "assistant":
-            return self.guard
-        return self._assistant if message.get("reasoning_content") else self._searched
-
-    def _checked(self, guard: Guard) -> Guard:
-        def checked(text: str) -> str:
-            self.num_characters += len(text)
-            if self._check_characters is not None:
-                self._check_characters(self.num_characters)
-            marked = guard(text)
-            self.broken = self.broken or marked is not text
-            return marked
-
-        return checked
 
 
 class ChatTemplate:
@@ -241,7 +202,7 @@ class ChatTemplate:
             continue_final_message,
             template_kwargs or {},
             documents,
-            _Guards(),
+            RenderingGuards(),
         )
 
     def render_tokens(
@@ -276,7 +237,7 @@ class ChatTemplate:
             check_characters = functools.partial(
                 limit.check_characters, characters_per_token=lambda: tokenizer.characters_per_token
             )
-        guards = _Guards(
+        guards = RenderingGuards(
             control.mark,
             control.mark if self._guards_assistants else same,
             self._unsearched.mark if self._guards_assistants else same,
@@ -308,7 +269,7 @@ class ChatTemplate:
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any],
         documents: Sequence[Mapping[str, Any]] | None,
-        guards: _Guards,
+        guards: RenderingGuards,
     ) -> str:
         name = self._template_name(bool(tools))
         check_kwargs(template_kwargs)
@@ -329,7 +290,7 @@ class ChatTemplate:
                 if message["role"] == "developer":
                     message["role"] = "system"
         if continue_final_message:
-            _mark_end(chat[-1])
+            mark_end(chat[-1])
         variables = {
             **self._tokens,
             **{key: guarded(value, guards.guard, key) for key, value in template_kwargs.items()},
@@ -341,10 +302,10 @@ class ChatTemplate:
         for modality, placeholder in self._placeholders.items():
             text = text.replace(item_mark(modality), placeholder.text)
             text = text.replace(placeholder.text, placeholder.whole)
-        return _cut_at_end(text) if continue_final_message else text
+        return cut_at_end(text) if continue_final_message else text
 
     def _first_taken(
-        self, name: str, chat: Chat, variables: dict[str, Any], guards: _Guards
+        self, name: str, chat: Chat, variables: dict[str, Any], guards: RenderingGuards
     ) -> str:
         """Return the rendering of the first accepted form of the messages.
 
@@ -440,40 +401,3 @@ def _as_written(call: dict[str, Any]) -> dict[str, Any]:
     read = None if isinstance(arguments, Verbatim) else arguments_object(arguments)
     function["arguments"] = str(arguments_text(arguments)) if read is None else read
     return {**call, "function": function}
-
-
-def _mark_end(message: Message) -> None:
-    content = message["content"]
-    if not content or (isinstance(content, list) and not joined_parts(content)):
-        raise InvalidRequest(
-            "continue_final_message: the final message has no content to continue",
-            param="continue_final_message",
-        )
-    if isinstance(content, list):
-        if content[-1]["type"] != "text":
-            raise InvalidRequest(
-                "continue_final_message: the final message does not end with text",
-                param="continue_final_message",
-            )
-        content[-1] = {**content[-1], "text": _ended(content[-1]["text"])}
-    else:
-        message["content"] = _ended(content)
-
-
-def _ended(text: str) -> str:
-    # The space shows whether the template trims the content.
-    return text.replace(_END, "\ufffd") + _END + " "
-
-
-def _cut_at_end(text: str) -> str:
-    """Return a rendering up to the mark, trimmed like transformers' if the template trimmed the
-    content.
-    """
-    end = text.rfind(_END)
-    if end < 0:
-        raise InvalidRequest(
-            "continue_final_message: the chat template does not write the final message as it is",
-            param="continue_final_message",
-        )
-    kept = text[:end].replace(_END, "")
-    return kept if text[end + 1 : end + 2] == " " else kept.rstrip()
