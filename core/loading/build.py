@@ -80,23 +80,22 @@ def load_model(
     """Return the filled architecture, or class `architecture`; if the checkpoint has a head despite
     tied embeddings, it is rebuilt untied. Raises ConfigError, LoadError.
     """
-    try:
+
+    def filled(model_config: ModelConfig) -> nn.Module:
         model = construct_model(
             plugins, config, model_config, device, operations, ranks, method, architecture
         )
         load_weights(plugins, config, model_config, model, device, ranks)
         return model
+
+    try:
+        return filled(model_config)
     except OwnHead as error:
         logger.warning(
             "model: %s. It is loaded as a head of its own, and the checkpoint is read twice",
             error.message,
         )
-    model_config = untied(model_config)
-    model = construct_model(
-        plugins, config, model_config, device, operations, ranks, method, architecture
-    )
-    load_weights(plugins, config, model_config, model, device, ranks)
-    return model
+    return filled(untied(model_config))
 
 
 def untied(model_config: ModelConfig) -> ModelConfig:

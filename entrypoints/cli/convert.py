@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from pathlib import Path
 
 from ...core.errors import ConfigError, JackfieldError
@@ -11,6 +10,7 @@ from ...core.registry import load_plugins
 from ..flags.engine_flags import add_engine_options, engine_config, fail
 from ..flags.parser import Parser
 from ..flags.values import json_value
+from .log_level import add_log_level, start_logging
 
 DEFAULT_FILE_SIZE = 5 << 30
 OPTIONS = (
@@ -46,21 +46,14 @@ def make_parser() -> argparse.ArgumentParser:
         "--max-file-size", type=int, default=DEFAULT_FILE_SIZE, metavar="BYTES",
         help=f"begin another file beyond this size (default: {DEFAULT_FILE_SIZE})",
     )  # fmt: skip
-    parser.add_argument(
-        "--log-level",
-        default="warning",
-        choices=("debug", "info", "warning"),
-        help="least level that is logged",
-    )
+    add_log_level(parser)
     add_engine_options(parser, OPTIONS)
     return parser
 
 
 def run(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    start_logging(args)
     try:
         return _run(args)
     except KeyboardInterrupt:

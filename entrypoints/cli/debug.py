@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 
 from ...core.errors import JackfieldError
@@ -13,6 +12,7 @@ from ...core.registry import load_plugins
 from ..flags.engine_flags import fail
 from ..flags.parser import Parser
 from ..replay import Difference, Replayed, replay, replay_config
+from .log_level import add_log_level, start_logging
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -29,21 +29,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="where it runs; default: the recorded one"
     )
-    parser.add_argument(
-        "--log-level",
-        default="warning",
-        choices=("debug", "info", "warning"),
-        help="least level that is logged",
-    )
+    add_log_level(parser)
     return parser
 
 
 def run(argv: list[str]) -> int:
     """Return 0 if all results are equal, 1 if one differs."""
     args = make_parser().parse_args(argv)
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    start_logging(args)
     options = {name: getattr(args, name) for name in ("model", "executor", "device")}
     changes = {name: value for name, value in options.items() if value is not None}
     try:

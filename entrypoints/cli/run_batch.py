@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from ...core.errors import ConfigError, EngineStopped, JackfieldError
 from ...core.registry import Plugins, load_plugins
 from ..flags.engine_flags import add_engine_options, engine_config, fail
 from ..flags.parser import Parser
+from .log_level import add_log_level, start_logging
 
 
 def make_parser() -> Parser:
@@ -45,12 +45,7 @@ def make_parser() -> Parser:
     )  # fmt: skip
     batch.add_argument("--max-body-bytes", type=int, default=32 << 20, help="refuse longer lines")
     batch.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
-    batch.add_argument(
-        "--log-level",
-        default="warning",
-        choices=("debug", "info", "warning"),
-        help="least level that is logged",
-    )
+    add_log_level(batch)
     add_engine_options(parser)
     parser.common = (
         "--model", "--input-file", "--output-file", "--max-concurrency", "--max-model-len",
@@ -62,9 +57,7 @@ def make_parser() -> Parser:
 def run(argv: list[str]) -> int:
     """Return 0 if every line has a result, failed requests included."""
     args = make_parser().parse_args(argv)
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    start_logging(args)
     try:
         _check(args)
         config = engine_config(args, args.model)

@@ -28,6 +28,8 @@ class BlockCopier:
         width = math.gcd(8, *(cache.shape[-1] * cache.itemsize for cache in kv_caches))
         self._word = WORDS[width]
         """Unit of copies, as single bytes would be slow."""
+        self._row_word = self._word
+        """Unit of a row."""
         with torch.inference_mode():
             self._caches = [cache.view(self._word) for cache in kv_caches]
         self._sizes = [cache[:, 0].numel() for cache in self._caches]
@@ -42,12 +44,10 @@ class BlockCopier:
     @torch.inference_mode()
     def read(self, block_ids: Sequence[int], pool: torch.Tensor, rows: Sequence[int]) -> None:
         """Cache → host. pool: [num_rows, block_bytes] uint8; block i goes to row rows[i]."""
-        pool = pool.view(self._word)
+        pool = pool.view(self._row_word)
         with self._on_stream():
             for blocks, targets in self._chunks(block_ids, rows):
-                index, chunk = self._staging(blocks)
-                for cache, part in zip(self._caches, self._parts(chunk), strict=True):
-                    part.copy_(cache.index_select(1, index).transpose(0, 1))
+                chunk = self._gather(torch.tensor(blocks, device=self.device))
                 for first, row, count in runs(targets):
                     pool[row : row + count].copy_(chunk[first : first + count], non_blocking=True)
         self.synchronize()
@@ -59,24 +59,34 @@ class BlockCopier:
         """Host → cache, once the device has passed the event `after`."""
         if self._stream is not None and after is not None:
             self._stream.wait_event(after)
-        pool = pool.view(self._word)
+        pool = pool.view(self._row_word)
         with self._on_stream():
             for blocks, sources in self._chunks(block_ids, rows):
-                index, chunk = self._staging(blocks)
+                index = torch.tensor(blocks, device=self.device)
+                chunk = self._new_chunk(len(blocks))
                 for first, row, count in runs(sources):
                     chunk[first : first + count].copy_(pool[row : row + count], non_blocking=True)
-                for cache, part in zip(self._caches, self._parts(chunk), strict=True):
-                    cache.index_copy_(1, index, part.transpose(0, 1))
+                self._scatter(index, chunk)
         self.synchronize()
+
+    def _gather(self, index: torch.Tensor) -> torch.Tensor:
+        """Return the rows of blocks, [n, words of a row], on the device."""
+        chunk = self._new_chunk(len(index))
+        for cache, part in zip(self._caches, self._parts(chunk), strict=True):
+            part.copy_(cache.index_select(1, index).transpose(0, 1))
+        return chunk
+
+    def _scatter(self, index: torch.Tensor, chunk: torch.Tensor) -> None:
+        """Write the rows of blocks to the caches."""
+        for cache, part in zip(self._caches, self._parts(chunk), strict=True):
+            cache.index_copy_(1, index, part.transpose(0, 1))
 
     def _on_stream(self) -> Any:
         return contextlib.nullcontext() if self._stream is None else cuda.stream(self._stream)
 
-    def _staging(self, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the blocks as an index, and a buffer [n, words of a block] on the device."""
-        return torch.tensor(blocks, device=self.device), torch.empty(
-            len(blocks), sum(self._sizes), dtype=self._word, device=self.device
-        )
+    def _new_chunk(self, count: int) -> torch.Tensor:
+        words = self.block_bytes // self._row_word.itemsize
+        return torch.empty(count, words, dtype=self._row_word, device=self.device)
 
     def synchronize(self) -> None:
         if self._stream is not None:

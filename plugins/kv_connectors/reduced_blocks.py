@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -12,7 +12,7 @@ from ...core.cache.formats import QUANTIZED_FORMATS, QuantizedFormat
 from ...core.errors import ConfigError
 from ...core.nn.kv_cache.quantized_cache import dequantize, quantize
 from ...core.protocols.kv import KVLayout
-from .copying import BlockCopier, runs
+from .copying import BlockCopier
 
 ReducedType = Literal["int8", "int8_int4", "int4"]
 FLOATS = ("float32", "float16", "bfloat16")
@@ -66,41 +66,17 @@ class ReducingCopier(BlockCopier):
         self._bits = form.key_bits, form.value_bits
         self._floats = list(kv_caches)
         self._bytes = [prod(c.shape[2:4]) * _head_bytes(form, c.shape[4]) for c in kv_caches]
-        self.block_bytes = sum(self._bytes)
+        self.block_bytes, self._row_word = sum(self._bytes), torch.uint8
         self._chunk = max(1, self._chunk // WIDENED)
 
-    @torch.inference_mode()
-    def read(self, block_ids: Sequence[int], pool: torch.Tensor, rows: Sequence[int]) -> None:
-        """Cache → pool, [num_rows, block_bytes] uint8; block i goes to row rows[i]."""
-        with self._on_stream():
-            for blocks, targets in self._chunks(block_ids, rows):
-                index = torch.tensor(blocks, device=self.device)
-                parts = [self._reduced(cache.index_select(1, index)) for cache in self._floats]
-                chunk = torch.cat(parts, dim=1)
-                for first, row, count in runs(targets):
-                    pool[row : row + count].copy_(chunk[first : first + count], non_blocking=True)
-        self.synchronize()
+    def _gather(self, index: torch.Tensor) -> torch.Tensor:
+        parts = [self._reduced(cache.index_select(1, index)) for cache in self._floats]
+        return torch.cat(parts, dim=1)
 
-    @torch.inference_mode()
-    def write(
-        self, block_ids: Sequence[int], pool: torch.Tensor, rows: Sequence[int], after: Any = None
-    ) -> None:
-        """Pool → cache, once the device has passed the event `after`."""
-        if self._stream is not None and after is not None:
-            self._stream.wait_event(after)
-        with self._on_stream():
-            for blocks, sources in self._chunks(block_ids, rows):
-                index = torch.tensor(blocks, device=self.device)
-                chunk = torch.empty(
-                    len(blocks), self.block_bytes, dtype=torch.uint8, device=self.device
-                )
-                for first, row, count in runs(sources):
-                    chunk[first : first + count].copy_(pool[row : row + count], non_blocking=True)
-                for cache, part in zip(
-                    self._floats, torch.split(chunk, self._bytes, dim=1), strict=True
-                ):
-                    cache.index_copy_(1, index, self._restored(part, cache))
-        self.synchronize()
+    def _scatter(self, index: torch.Tensor, chunk: torch.Tensor) -> None:
+        stored = torch.split(chunk, self._bytes, dim=1)
+        for cache, part in zip(self._floats, stored, strict=True):
+            cache.index_copy_(1, index, self._restored(part, cache))
 
     def _reduced(self, floats: torch.Tensor) -> torch.Tensor:
         """[2, n, block_size, num_kv_heads, head_dim] → [n, bytes] uint8"""

@@ -18,6 +18,7 @@ from ...core.nn.mlp import PlainMLP
 from ...core.nn.norm import LayerNorm
 from ...core.nn.ragged import RaggedRows
 from ...core.parallel.sharding import HeadShare
+from .encoder_classifiers import SequenceClassifier, TokenClassifier
 
 ENCODER_PARTS = {
     "gamma": "weight",
@@ -131,38 +132,12 @@ class BertModel(nn.Module):
         return hidden
 
 
-class Pooler(nn.Module):
-    """tanh(dense(state of the first token))."""
-
-    def __init__(self, size: int, build: BuildContext) -> None:
-        super().__init__()
-        self.dense = Linear(size, size, build, bias=True)
-
-    def forward(self, first: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.dense(first))
+class BertForSequenceClassification(SequenceClassifier, BertModel):
+    pass
 
 
-class BertForSequenceClassification(BertModel):
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)
-        self.pooler = Pooler(config.hidden_size, build)
-        self.classifier = Linear(config.hidden_size, config.hf_config.num_labels, build, bias=True)
-
-    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.classifier(self.pooler(pooled))
-        return logits
-
-
-class BertForTokenClassification(BertModel):
-    classifies_tokens: ClassVar[bool] = True
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)
-        self.classifier = Linear(config.hidden_size, config.hf_config.num_labels, build, bias=True)
-
-    def classify(self, states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.classifier(states)
-        return logits
+class BertForTokenClassification(TokenClassifier, BertModel):
+    pass
 
 
 def _refuse_variants(hf: Any) -> None:

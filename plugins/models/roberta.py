@@ -16,6 +16,7 @@ from ...core.nn.context import BuildContext
 from ...core.nn.linear import Linear
 from ..loaders.pt import read_tensors
 from .bert import ENCODER_PARTS, ENCODER_SHARDS, BertModel
+from .encoder_classifiers import TokenClassifier
 
 
 class RobertaModel(BertModel):
@@ -61,16 +62,8 @@ class RobertaForSequenceClassification(RobertaModel):
         return logits
 
 
-class RobertaForTokenClassification(RobertaModel):
-    classifies_tokens: ClassVar[bool] = True
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)
-        self.classifier = Linear(config.hidden_size, config.hf_config.num_labels, build, bias=True)
-
-    def classify(self, states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.classifier(states)
-        return logits
+class RobertaForTokenClassification(TokenClassifier, RobertaModel):
+    pass
 
 
 class BgeM3EmbeddingModel(RobertaModel):

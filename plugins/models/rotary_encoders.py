@@ -22,8 +22,8 @@ from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.norm import LayerNorm
 from ...core.nn.ragged import RaggedRows
 from ...core.nn.rotary import Rotary
-from .bert import Pooler
 from .decoder import rope_of_type
+from .encoder_classifiers import SequenceClassifier, TokenClassifier
 from .t5 import FEATURE
 
 PROJECTIONS = {
@@ -165,33 +165,6 @@ class RotaryEncoder(nn.Module):
         return hidden
 
 
-class OfSequences:
-    """A classifier of the first token's state."""
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)  # type: ignore[call-arg]
-        self.pooler = Pooler(config.hidden_size, build)
-        self.classifier = Linear(config.hidden_size, config.hf_config.num_labels, build, bias=True)
-
-    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.classifier(self.pooler(pooled))
-        return logits
-
-
-class OfTokens:
-    """A classifier of each token's state."""
-
-    classifies_tokens: ClassVar[bool] = True
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)  # type: ignore[call-arg]
-        self.classifier = Linear(config.hidden_size, config.hf_config.num_labels, build, bias=True)
-
-    def classify(self, states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.classifier(states)
-        return logits
-
-
 # ---------------------------------------------------------------- NomicBERT
 
 
@@ -229,11 +202,11 @@ class NomicBertModel(RotaryEncoder):
         super().__init__(config, build)
 
 
-class NomicBertForSequenceClassification(OfSequences, NomicBertModel):
+class NomicBertForSequenceClassification(SequenceClassifier, NomicBertModel):
     pass
 
 
-class NomicBertForTokenClassification(OfTokens, NomicBertModel):
+class NomicBertForTokenClassification(TokenClassifier, NomicBertModel):
     pass
 
 
@@ -258,11 +231,11 @@ class GteModel(RotaryEncoder):
     )  # fmt: skip
 
 
-class GteForSequenceClassification(OfSequences, GteModel):
+class GteForSequenceClassification(SequenceClassifier, GteModel):
     pass
 
 
-class GteForTokenClassification(OfTokens, GteModel):
+class GteForTokenClassification(TokenClassifier, GteModel):
     pass
 
 

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...core.protocols.parsers import CallForm
 from ..parsing.json_calls import JsonCallsParser
 
 _FIRST = r"[ \t\r\n]*"
+
+
+def _list_of_calls(open: str = "", close: str = "", **more: Any) -> CallForm:
+    """`open[{"name": "f", "arguments": {…}}, …]close`; more: fields of `CallForm`."""
+    return CallForm(
+        trigger=open or "[",
+        open=f"{open}[",
+        begin='{"name": "{name}", "arguments": ',
+        end="}",
+        between=", ",
+        close=f"]{close}",
+        **more,
+    )
 
 
 class Llama3JsonToolParser(JsonCallsParser):
@@ -37,13 +52,7 @@ class XlamToolParser(JsonCallsParser):
     language = "json"
     bare = "[{"
     bare_after = ("</think>",)
-    call_form = CallForm(
-        trigger="[",
-        open="[",
-        begin='{"name": "{name}", "arguments": ',
-        end="}",
-        between=", ",
-        close="]",
+    call_form = _list_of_calls(
         never=(*open, *bare_after),
         never_pattern=r"```(json)?[ \t\r\n]*[\[{]",
         never_first=_FIRST + r"[\[{]",
@@ -75,13 +84,8 @@ class GraniteToolParser(JsonCallsParser):
     markers = open
     close = ("</tool_call>",)
     bare = "["
-    call_form = CallForm(
-        trigger="<|tool_call|>",
-        open="<|tool_call|>[",
-        begin='{"name": "{name}", "arguments": ',
-        end="}",
-        between=", ",
-        close="]",
+    call_form = _list_of_calls(
+        "<|tool_call|>",
         never=("<tool_call>", "<function_call>"),
         never_first=_FIRST + r"\[",
     )
@@ -123,14 +127,7 @@ class JambaToolParser(JsonCallsParser):
     open = ("<tool_calls>",)
     close = ("</tool_calls>",)
     markers = (*open, *close)
-    call_form = CallForm(
-        trigger="<tool_calls>",
-        open="<tool_calls>[",
-        begin='{"name": "{name}", "arguments": ',
-        end="}",
-        between=", ",
-        close="]</tool_calls>",
-    )
+    call_form = _list_of_calls("<tool_calls>", "</tool_calls>")
 
 
 class Phi4MiniJsonToolParser(JsonCallsParser):
@@ -141,14 +138,8 @@ class Phi4MiniJsonToolParser(JsonCallsParser):
     markers = (*open, *close)
     weak = ("functools",)
     argument_keys = ("arguments", "parameters")
-    call_form = CallForm(
-        trigger="<|tool_call|>",
-        open="<|tool_call|>[",
-        begin='{"name": "{name}", "arguments": ',
-        end="}",
-        between=", ",
-        close="]<|/tool_call|>",
-        never_pattern=r"functools[ \t\r\n]*[\[{]",
+    call_form = _list_of_calls(
+        "<|tool_call|>", "<|/tool_call|>", never_pattern=r"functools[ \t\r\n]*[\[{]"
     )
 
 
@@ -157,14 +148,7 @@ class NemotronJsonToolParser(JsonCallsParser):
 
     open, close = ("<TOOLCALL>",), ("</TOOLCALL>",)
     markers = (*open, *close)
-    call_form = CallForm(
-        trigger="<TOOLCALL>",
-        open="<TOOLCALL>[",
-        begin='{"name": "{name}", "arguments": ',
-        end="}",
-        between=", ",
-        close="]</TOOLCALL>",
-    )
+    call_form = _list_of_calls("<TOOLCALL>", "</TOOLCALL>")
 
 
 class HunyuanA13bToolParser(JsonCallsParser):
@@ -173,14 +157,7 @@ class HunyuanA13bToolParser(JsonCallsParser):
     open = ("<tool_calls>",)
     close = ("</tool_calls>",)
     opaque = ("<think>", "</think>")
-    call_form = CallForm(
-        trigger="<tool_calls>",
-        open="<tool_calls>[",
-        begin='{"name": "{name}", "arguments": ',
-        end="}",
-        between=", ",
-        close="]</tool_calls>",
-    )
+    call_form = _list_of_calls("<tool_calls>", "</tool_calls>")
 
 
 class ApertusToolParser(JsonCallsParser):

@@ -29,6 +29,21 @@ def _functions(around: tuple[str, str], never: tuple[str, ...]) -> CallForm:
     )
 
 
+def _keys_and_values(open: str, close: str, never: tuple[str, ...]) -> CallForm:
+    arguments = ArgumentForm(
+        begin="<arg_key>{key}</arg_key><arg_value>", end="</arg_value>", plain=True, never=never
+    )
+    return CallForm(
+        trigger=open,
+        open=open,
+        begin="{name}",
+        end=close,
+        between=open,
+        quoted=False,
+        arguments=arguments,
+    )
+
+
 class Qwen3CoderToolParser(TaggedCallsParser):
     """`<tool_call><function=f><parameter=a>…</parameter></function></tool_call>`, on separate
     lines."""
@@ -141,20 +156,7 @@ class Glm47ToolParser(Glm45ToolParser):
     Strings are plain, other values JSON.
     """
 
-    call_form = CallForm(
-        trigger="<tool_call>",
-        open="<tool_call>",
-        begin="{name}",
-        end="</tool_call>",
-        between="<tool_call>",
-        quoted=False,
-        arguments=ArgumentForm(
-            begin="<arg_key>{key}</arg_key><arg_value>",
-            end="</arg_value>",
-            plain=True,
-            never=Glm45ToolParser.value_end,
-        ),
-    )
+    call_form = _keys_and_values("<tool_call>", "</tool_call>", Glm45ToolParser.value_end)
 
 
 class IQuestQ1ToolParser(Glm47ToolParser):
@@ -166,20 +168,7 @@ class IQuestQ1ToolParser(Glm47ToolParser):
     name_end = ("\n", "<arg_key>", close)
     value_end = ("</arg_value>", "\n<arg_key>", f"\n{close}")
     markers = (open, close, "<arg_key>", "</arg_key>", "<arg_value>", value_end[0])
-    call_form = CallForm(
-        trigger=open,
-        open=open,
-        begin="{name}",
-        end=close,
-        between=open,
-        quoted=False,
-        arguments=ArgumentForm(
-            begin="<arg_key>{key}</arg_key><arg_value>",
-            end="</arg_value>",
-            plain=True,
-            never=value_end,
-        ),
-    )
+    call_form = _keys_and_values(open, close, value_end)
 
 
 class MiMoToolParser(Qwen3CoderToolParser):

@@ -47,6 +47,14 @@ async def decode_body(request: web.Request, kind: type[T]) -> T:
     return await decode_call(call_of(request), await request.read(), kind)
 
 
+async def decode_optional_body(request: web.Request, kind: type[T]) -> T:
+    """Return the request's JSON body as a Struct, or the Struct's defaults if there is none.
+
+    Raises as `decode_body`.
+    """
+    return await decode_body(request, kind) if request.can_read_body else kind()
+
+
 async def decode_call(call: Call, body: bytes, kind: type[T]) -> T:
     """Return a call's JSON body as a Struct, after plugins' changes.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ from ....core.live.torch_pickles import read_sglang_tensors
 from ...http.context import reply
 from ...http.routing import route
 from ...openai.common.openapi import documented
-from ...openai.common.request_body import decode_body
+from ...openai.common.request_body import decode_body, decode_optional_body
 from .surface import LiveState, ask, lease_of, parts_of, state
 
 
@@ -103,14 +104,31 @@ class SglangReply(msgspec.Struct):
     weight_version: str = ""
 
 
+def _sglang_reply(
+    handler: Callable[[web.Request], Awaitable[str]],
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Reply as SGLang does with the message that a handler returns, or that of its error."""
+
+    @functools.wraps(handler)
+    async def respond(request: web.Request) -> web.Response:
+        try:
+            message = await handler(request)
+        except JackfieldError as error:
+            status = 400 if error.status < 500 else error.status
+            return reply(SglangReply(False, error.message), status)
+        state = await ask(request, AskLive())
+        waiting = state["num_requests"] if state["is_paused"] else 0
+        return reply(SglangReply(True, message, waiting, state["weights_version"]))
+
+    return respond
+
+
 @route("POST /pause_generation", manages_engine=True)
 @documented("admin", request=PauseAsSglang, response=LiveState, errors=(409,))
 async def pause_generation(request: web.Request) -> web.Response:
     """Pause the engine: `abort`; `retract`, and requests are computed again afterwards; or
     `in_place`, and they go on with their caches."""
-    body = PauseAsSglang()
-    if request.can_read_body:
-        body = await decode_body(request, PauseAsSglang)
+    body = await decode_optional_body(request, PauseAsSglang)
     job = Pause(
         mode="abort" if body.mode == "abort" else "keep",
         clear_cache=body.mode != "in_place",
@@ -142,10 +160,7 @@ async def resume_memory_occupation(request: web.Request) -> web.Response:
 
 
 async def _memory_tags(request: web.Request) -> tuple[str, ...]:
-    tags: tuple[str, ...] = TAGS
-    if request.can_read_body:
-        tags = (await decode_body(request, MemoryTags)).tags or TAGS
-    return tags
+    return (await decode_optional_body(request, MemoryTags)).tags or TAGS
 
 
 @route("POST /flush_cache", manages_engine=True)
@@ -159,108 +174,85 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 @route("POST /begin_weight_update", manages_engine=True)
 @documented("admin", response=SglangReply)
-async def begin_weight_update(request: web.Request) -> web.Response:
+@_sglang_reply
+async def begin_weight_update(request: web.Request) -> str:
     """Begin to take new weights, with SGLang's answer."""
-
-    async def work() -> str:
-        await ask(request, BeginUpdate(lease=lease_of(request.query)))
-        return "The update has begun."
-
-    return await _as_sglang(request, work)
+    await ask(request, BeginUpdate(lease=lease_of(request.query)))
+    return "The update has begun."
 
 
 @route("POST /end_weight_update", manages_engine=True)
 @documented("admin", request=EndUpdate, response=SglangReply)
-async def end_weight_update(request: web.Request) -> web.Response:
+@_sglang_reply
+async def end_weight_update(request: web.Request) -> str:
     """Serve with the new weights from the next step on, with SGLang's answer."""
-
-    async def work() -> str:
-        body = EndUpdate()
-        if request.can_read_body:
-            body = await decode_body(request, EndUpdate)
-        return await _commit(request, body.weight_version, abort=body.abort_all_requests)
-
-    return await _as_sglang(request, work)
+    body = await decode_optional_body(request, EndUpdate)
+    return await _commit(request, body.weight_version, abort=body.abort_all_requests)
 
 
 @route("POST /update_weights_from_disk", manages_engine=True)
 @documented("admin", request=FromDisk, response=SglangReply)
-async def update_weights_from_disk(request: web.Request) -> web.Response:
+@_sglang_reply
+async def update_weights_from_disk(request: web.Request) -> str:
     """Serve with the weights of a checkpoint on the server's machine, once they are read."""
-
-    async def work() -> str:
-        body = await decode_body(request, FromDisk)
-        update = (await ask(request, BeginUpdate()))["update"]
-        load_format = body.load_format or ""
-        await ask(request, ReadFiles(update=update, path=body.model_path, load_format=load_format))
-        message = await _commit(
-            request, body.weight_version, abort=body.abort_all_requests, update=update
-        )
-        if not body.keep_pause:
-            await ask(request, Resume())
-        return message
-
-    return await _as_sglang(request, work)
+    body = await decode_body(request, FromDisk)
+    update = (await ask(request, BeginUpdate()))["update"]
+    load_format = body.load_format or ""
+    await ask(request, ReadFiles(update=update, path=body.model_path, load_format=load_format))
+    message = await _commit(
+        request, body.weight_version, abort=body.abort_all_requests, update=update
+    )
+    if not body.keep_pause:
+        await ask(request, Resume())
+    return message
 
 
 @route("POST /init_weights_update_group", manages_engine=True)
 @documented("admin", request=SglangGroup, response=SglangReply)
-async def init_weights_update_group(request: web.Request) -> web.Response:
+@_sglang_reply
+async def init_weights_update_group(request: web.Request) -> str:
     """Join the group of a process that sends weights, with SGLang's answer."""
-
-    async def work() -> str:
-        body = await decode_body(request, SglangGroup)
-        job = JoinGroup(
-            group=body.group_name, host=body.master_address, port=body.master_port,
-            world_size=body.world_size, rank_offset=body.rank_offset, backend=body.backend,
-        )  # fmt: skip
-        await ask(request, job)
-        return "Succeeded to initialize custom process group."
-
-    return await _as_sglang(request, work)
+    body = await decode_body(request, SglangGroup)
+    job = JoinGroup(
+        group=body.group_name, host=body.master_address, port=body.master_port,
+        world_size=body.world_size, rank_offset=body.rank_offset, backend=body.backend,
+    )  # fmt: skip
+    await ask(request, job)
+    return "Succeeded to initialize custom process group."
 
 
 @route("POST /destroy_weights_update_group", manages_engine=True)
 @documented("admin", request=GroupName, response=SglangReply)
-async def destroy_weights_update_group(request: web.Request) -> web.Response:
+@_sglang_reply
+async def destroy_weights_update_group(request: web.Request) -> str:
     """Leave a group, with SGLang's answer."""
-
-    async def work() -> str:
-        await ask(request, LeaveGroup(group=(await decode_body(request, GroupName)).group_name))
-        return "Succeeded to destroy custom process group."
-
-    return await _as_sglang(request, work)
+    await ask(request, LeaveGroup(group=(await decode_body(request, GroupName)).group_name))
+    return "Succeeded to destroy custom process group."
 
 
 @route("POST /update_weights_from_distributed", manages_engine=True)
 @documented("admin", request=FromGroup, response=SglangReply)
-async def update_weights_from_distributed(request: web.Request) -> web.Response:
+@_sglang_reply
+async def update_weights_from_distributed(request: web.Request) -> str:
     """Take the tensors that number 0 of a group sends now, with SGLang's answer."""
-
-    async def work() -> str:
-        body = await decode_body(request, FromGroup)
-        parts = parts_of(body.names, body.dtypes, body.shapes)
-        await ask(request, ReceiveTensors(parts=parts, group=body.group_name))
-        return "Succeeded to update parameter online."
-
-    return await _as_sglang(request, work)
+    body = await decode_body(request, FromGroup)
+    parts = parts_of(body.names, body.dtypes, body.shapes)
+    await ask(request, ReceiveTensors(parts=parts, group=body.group_name))
+    return "Succeeded to update parameter online."
 
 
 @route("POST /update_weights_from_tensor", manages_engine=True)
 @documented("admin", request=FromTensors, response=SglangReply)
-async def update_weights_from_tensor(request: web.Request) -> web.Response:
+@_sglang_reply
+async def update_weights_from_tensor(request: web.Request) -> str:
     """Take tensors in the sender's device memory, with SGLang's answer."""
-
-    async def work() -> str:
-        body = await decode_body(request, FromTensors)
-        flattened = body.load_format == "flattened_bucket"
-        buckets = await asyncio.to_thread(
-            read_sglang_tensors, body.serialized_named_tensors, flattened=flattened
-        )
-        await ask(request, OpenTensors(buckets=buckets))
-        return "Success"
-
-    return await _as_sglang(request, work)
+    body = await decode_body(request, FromTensors)
+    flattened = body.load_format == "flattened_bucket"
+    buckets = await asyncio.to_thread(
+        read_sglang_tensors, body.serialized_named_tensors, flattened=flattened
+    )
+    await ask(request, OpenTensors(buckets=buckets))
+    return "Success"
 
 
 async def _commit(
@@ -277,16 +269,6 @@ async def _commit(
     else:
         answer = await ask(request, CommitUpdate(update=update, version=version))
     return f"Succeeded to update model weights: version {answer['weights_version']}."
-
-
-async def _as_sglang(request: web.Request, work: Callable[[], Awaitable[str]]) -> web.Response:
-    try:
-        message = await work()
-    except JackfieldError as error:
-        return reply(SglangReply(False, error.message), 400 if error.status < 500 else error.status)
-    state = await ask(request, AskLive())
-    waiting = state["num_requests"] if state["is_paused"] else 0
-    return reply(SglangReply(True, message, waiting, state["weights_version"]))
 
 
 ROUTES = (

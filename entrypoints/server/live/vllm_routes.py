@@ -33,7 +33,7 @@ from ....core.live.torch_pickles import read_vllm_handles
 from ...http.context import ENGINE, reply
 from ...http.routing import route
 from ...openai.common.openapi import documented
-from ...openai.common.request_body import decode_body
+from ...openai.common.request_body import decode_body, decode_optional_body
 from .surface import LiveState, ask, flag_of, lease_of, parts_of, state, tags_of
 
 PACKED_BYTES = 1 << 30
@@ -245,9 +245,7 @@ async def update_weights(request: web.Request) -> web.Response:
 @documented("admin", request=FinishUpdate, response=dict[str, Any], errors=(404,))
 async def finish_weight_update(request: web.Request) -> web.Response:
     """Serve with the new weights from the next step on, if they are whole."""
-    body = FinishUpdate()
-    if request.can_read_body:
-        body = await decode_body(request, FinishUpdate)
+    body = await decode_optional_body(request, FinishUpdate)
     answer = await ask(request, CommitUpdate(version=body.weight_version))
     return reply({"message": "Weight update finished", **answer})
 
