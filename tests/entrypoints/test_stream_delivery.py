@@ -203,7 +203,9 @@ async def test_a_first_token_goes_out_before_the_next_ones_of_its_step() -> None
         await asyncio.wait_for(first_token(), 300)
         before = told[: told.index("first token")]
         assert "next token" in before, "of steps before"
-        assert before[-1] == "step of 2", "both have a token in it"
+        assert "step of 2" in before, "both have a token in it"
+        # Of each step `decoding` is told at most once; two may be published one behind the other.
+        assert before.count("next token") < len(before) - before.count("next token")
         for stream in (decoding, starting):
             await stream.aclose()
 
