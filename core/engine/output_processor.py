@@ -79,7 +79,11 @@ class RequestTracker:
             self.idle.set()
 
     def notify(self, state: State) -> None:
-        """Wake a request's task, or schedule its listener."""
+        """Wake a request's task, or schedule its listener; not before the end of a request whose
+        caller gets nothing until then.
+        """
+        if state.only_final and not state.finished:
+            return
         if state.listener is None:
             state.changed.set()
             return

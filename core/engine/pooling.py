@@ -175,6 +175,7 @@ class PoolingState:
     announced = True
     """Its end is announced to this process's plugins."""
     listener = None
+    only_final = True
     num_logprobs = 0
 
     def __init__(self, text: str | None, request: Request) -> None:

@@ -193,7 +193,8 @@ class RequestState:
         self.num_logprobs = num_logprobs
         self.params = params
         self._delta = params.output_kind is OutputKind.DELTA
-        self._only_final = params.output_kind is OutputKind.FINAL_ONLY
+        self.only_final = params.output_kind is OutputKind.FINAL_ONLY
+        """Whether its caller gets nothing before its end."""
         self.requests = requests
         self.tokenizer = tokenizer
         self.completions = [
@@ -247,7 +248,7 @@ class RequestState:
 
     @property
     def has_output(self) -> bool:
-        if self._only_final:
+        if self.only_final:
             return self.finished
         for completion in self.completions:
             if completion.has_new_output:
