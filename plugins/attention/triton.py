@@ -163,7 +163,7 @@ class TritonAttention(AttentionBackend):
         """Of keys and values in a layer that may read a shared prefix once; 0: there is none."""
         for size in sorted({spec.head_dim for spec in specs}):
             own = not self.portable and has_hopper_kernel(setup.dtype, size, device)
-            kernel = "Hopper's asynchronous units" if own else "any GPU"
+            kernel = "Hopper's asynchronous units over 16-bit caches" if own else "any GPU"
             logger.info("prompts with heads of %d channels take the kernel for %s", size, kernel)
 
     def build_metadata(self, layout: BatchLayout) -> TritonMetadata:

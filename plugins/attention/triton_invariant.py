@@ -22,6 +22,7 @@ class InvariantTritonAttention(TritonAttention):
     batch_invariant: ClassVar[bool] = True
     compacted_cache: ClassVar[bool] = False
     leveled_cache: ClassVar[bool] = False
+    portable: ClassVar[bool] = True
 
     def build_metadata(self, layout: BatchLayout) -> TritonMetadata:
         return TritonMetadata(layout, 0)

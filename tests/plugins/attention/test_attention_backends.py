@@ -20,8 +20,11 @@ if not torch.cuda.is_available():
 from jackfield.core.nn.layer_operations.heads import rotate
 from jackfield.core.protocols.attention import AttentionBackend, AttentionSpec, BackendSetup
 from jackfield.plugins.attention import torch as torch_backend
+from jackfield.plugins.attention import triton as triton_backend
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.attention.triton import TritonAttention
+from jackfield.plugins.attention.triton_invariant import InvariantTritonAttention
+from jackfield.plugins.attention.triton_portable import PortableTritonAttention
 from jackfield.plugins.conformance.attention_cases import bound_layer
 from jackfield.plugins.conformance.paged import Batch, Sizes, dense_attention, make_batch
 
@@ -63,6 +66,29 @@ def check(
     actual = attend(make_backend(cls, device, dtype, block_size), spec, batch)
     expected = dense_attention(spec, batch.rows)
     torch.testing.assert_close(actual.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("cls", "kernel"),
+    [
+        (TritonAttention, "Hopper's asynchronous units over 16-bit caches"),
+        (PortableTritonAttention, "any GPU"),
+        (InvariantTritonAttention, "any GPU"),
+    ],
+)
+def test_a_backend_says_which_kernel_prompts_take(
+    cls: type[AttentionBackend], kernel: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(triton_backend, "has_hopper_kernel", lambda *arguments: True)
+    setup = BackendSetup(
+        device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16, max_num_seqs=16,
+        max_num_batched_tokens=512, max_model_len=1024,
+        layers=(AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1),),
+    )  # fmt: skip
+    with caplog.at_level("INFO", "jackfield.attention"):
+        cls.create(setup)
+    assert caplog.messages == [f"prompts with heads of 64 channels take the kernel for {kernel}"]
 
 
 class KeywordAttention(TorchAttention):
