@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,27 +52,45 @@ GENERATED = "<!-- Written by docs/generate.py"
 
 
 class Names:
-    """Every name in the repository's Python files."""
+    """Every name in the repository's Python files, of which those are parsed that are asked for."""
 
     def __init__(self) -> None:
-        self.of_file: dict[str, set[str]] = {}
-        self.members: dict[str, set[str]] = {}
-        self.bases: dict[str, set[str]] = {}
         self.words: set[str] = set()
+        self._members: dict[str, set[str]] = {}
+        self._bases: dict[str, set[str]] = {}
+        self._files: dict[str, list[str]] = {}
+        """Class → files that may define it."""
+        self._names: dict[str, set[str]] = {}
         for path in sorted(ROOT.rglob("*.py")):
             relative = path.relative_to(ROOT)
             if relative.parts[0].startswith((".", "build")) or "tests/docs" in str(relative):
                 continue
             text = path.read_text()
             self.words |= set(re.findall(r"\w+", text))
-            self.of_file[str(relative)] = set(self._names(ast.parse(text)))
+            for kind in re.findall(r"^class (\w+)", text, re.M):
+                self._files.setdefault(kind, []).append(str(relative))
 
-    def _names(self, tree: ast.Module) -> Iterator[str]:
+    def of_file(self, file: str) -> set[str]:
+        """What a file defines; nothing: it is not there, or not of Python."""
+        if file not in self._names:
+            path = ROOT / file
+            python = path.suffix == ".py" and path.is_file()
+            tree = ast.parse(path.read_text()) if python else ast.Module([], [])
+            self._names[file] = set(self._names_of(tree))
+        return self._names[file]
+
+    def members(self, kind: str) -> set[str] | None:
+        """Of the classes of a name; None: there is none."""
+        for file in self._files.get(kind, ()):
+            self.of_file(file)
+        return self._members.get(kind)
+
+    def _names_of(self, tree: ast.Module) -> Iterator[str]:
         for node in tree.body:
             yield from self._defined(node)
             if isinstance(node, ast.ClassDef):
-                members = self.members.setdefault(node.name, set())
-                self.bases[node.name] = {b.id for b in node.bases if isinstance(b, ast.Name)}
+                members = self._members.setdefault(node.name, set())
+                self._bases[node.name] = {b.id for b in node.bases if isinstance(b, ast.Name)}
                 for inner in ast.walk(node):
                     for name in self._defined(inner):
                         members.add(name)
@@ -92,9 +110,9 @@ class Names:
         kinds, todo = set(), [owner]
         while todo:
             kinds.add(kind := todo.pop())
-            if member in self.members.get(kind, ()):
+            if member in (self.members(kind) or ()):
                 return True
-            todo += self.bases.get(kind, set()) - kinds  # A class may be named like its base.
+            todo += self._bases.get(kind, set()) - kinds  # A class may be named like its base.
         return False
 
 
@@ -164,7 +182,7 @@ def test_every_name_on_the_page_exists(page: Path, names: Names) -> None:
         first, rest = match[1], match[2].split(".")[1:]
         if first in OTHERS_NAMES:
             continue
-        if first in names.members and rest:
+        if rest and names.members(first) is not None:
             assert names.has_member(first, rest[0]), f"{first} has no {rest[0]}"
         elif "_" in first or (first[0].isupper() and not first.isupper()):
             assert first in names.words, f"nothing is called {first}"
@@ -183,7 +201,7 @@ def walk(page: Path) -> list[tuple[str, str]]:
 def test_a_walk_names_what_is_in_each_file(page: Path, names: Names) -> None:
     """What runs is defined in one of the files."""
     for files, runs in walk(page):
-        defined = {name for file in CODE.findall(files) for name in names.of_file.get(file, ())}
+        defined = {name for file in CODE.findall(files) for name in names.of_file(file)}
         for name in CODE.findall(runs) if defined else ():
             if name.rpartition(".")[2].startswith("_"):
                 continue  # Private: whoever renames it looks for its callers, not for pages.
@@ -392,27 +410,30 @@ def is_there(what: str) -> bool:
     """Whether something of which pages say that it is absent, or once said so, can be had: an
     option takes it, and nothing refuses it."""
     options, plugins = EngineConfig.__struct_fields__, load_plugins()
-    return {
-        "several hosts": "ray" in plugins["executor"],
-        "expert parallelism": "enable_expert_parallel" in options
-        and len(plugins["all2all_backend"]) > 0,
-        "pipeline parallelism": "pipeline_parallel_size" in options,
-        "data parallelism": "data_parallel_size" in options,
-        "speculative decoding": len(plugins["speculator"]) > 0,
-        "compaction of KV caches": len(plugins["kv_compressor"]) > 0,
-        "KV connectors": len(plugins["kv_connector"]) > 0,
-        "adapters (LoRA)": "--enable-lora" not in vllm_flags.MISSING,
-        "ColPali": "ColPaliForRetrieval" in plugins["media_model"],
-        "beam search": "use_beam_search" in protocol.SamplingRequest.__struct_fields__,
-        "contexts divided among ranks": is_taken("--decode-context-parallel-size", "2"),
-        "weights in host memory": is_taken("--cpu-offload-gb", "4"),
-        "several hosts without Ray": is_taken("--nnodes", "2"),
-        "prompts computed by other servers": is_taken("--disaggregation-mode", "prefill"),
-        "KV events": is_taken("--kv-events-config", "{}"),
-        "trees of drafts": is_taken("--speculative-eagle-topk", "4"),
-        "diffusion of texts": is_taken("--diffusion-config", "{}"),
-        "AMD, Intel and TPU devices": takes(device="xpu") or takes(device="tpu"),
-    }[what]
+    # Each is found out alone: a parser of all options takes a tenth of a second.
+    found: dict[str, Callable[[], bool]] = {
+        "several hosts": lambda: "ray" in plugins["executor"],
+        "expert parallelism": lambda: (
+            "enable_expert_parallel" in options and len(plugins["all2all_backend"]) > 0
+        ),
+        "pipeline parallelism": lambda: "pipeline_parallel_size" in options,
+        "data parallelism": lambda: "data_parallel_size" in options,
+        "speculative decoding": lambda: len(plugins["speculator"]) > 0,
+        "compaction of KV caches": lambda: len(plugins["kv_compressor"]) > 0,
+        "KV connectors": lambda: len(plugins["kv_connector"]) > 0,
+        "adapters (LoRA)": lambda: "--enable-lora" not in vllm_flags.MISSING,
+        "ColPali": lambda: "ColPaliForRetrieval" in plugins["media_model"],
+        "beam search": lambda: "use_beam_search" in protocol.SamplingRequest.__struct_fields__,
+        "contexts divided among ranks": lambda: is_taken("--decode-context-parallel-size", "2"),
+        "weights in host memory": lambda: is_taken("--cpu-offload-gb", "4"),
+        "several hosts without Ray": lambda: is_taken("--nnodes", "2"),
+        "prompts computed by other servers": lambda: is_taken("--disaggregation-mode", "prefill"),
+        "KV events": lambda: is_taken("--kv-events-config", "{}"),
+        "trees of drafts": lambda: is_taken("--speculative-eagle-topk", "4"),
+        "diffusion of texts": lambda: is_taken("--diffusion-config", "{}"),
+        "AMD, Intel and TPU devices": lambda: takes(device="xpu") or takes(device="tpu"),
+    }
+    return found[what]()
 
 
 def takes(**options: Any) -> bool:
