@@ -47,6 +47,9 @@ ssl.create_default_context = _shared_context
 remember_entry_points()
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Schemathesis' plugin takes a second of each pytest that a test starts, too.
+if "no:schemathesis" not in (options := os.environ.get("PYTEST_ADDOPTS", "")):
+    os.environ["PYTEST_ADDOPTS"] = f"{options} -p no:schemathesis".lstrip()
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A script's background ignores it, and what a test starts would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

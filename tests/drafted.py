@@ -121,6 +121,19 @@ async def serve(
     return list(outputs), stats
 
 
+_known: dict[str, list[list[int]]] = {}
+
+
+async def without_drafts(
+    config: EngineConfig, asked: Sequence[tuple[list[int], SamplingParams]]
+) -> list[list[int]]:
+    """The tokens of each request, served once however often they are asked for."""
+    key = f"{config} {asked}"
+    if key not in _known:
+        _known[key], _ = await serve(config, asked)
+    return _known[key]
+
+
 async def check_drafts(
     folder: Path,
     speculative: dict[str, Any],
@@ -133,7 +146,7 @@ async def check_drafts(
     """Serve without drafts and with them, then in so many stages: the same tokens, from the drafts
     of the reference."""
     asked = asked or requests()
-    plain, _ = await serve(config_of(folder, **options), asked)
+    plain = await without_drafts(config_of(folder, **options), asked)
     proposals = Proposals(speculative["method"])
     # The same drafts however long steps take.
     speculative = {"adaptive_width": False, **speculative, "method": "captured"}

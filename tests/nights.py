@@ -28,6 +28,16 @@ def some_by_day(cases: Iterable[Any], day: Collection[Any]) -> list[Any]:
 
 REPEATS: dict[str, tuple[str, ...]] = {
     "core/engine/test_batch_invariance.py": ("test_batches_do_not_change_a_bit[llama]",),
+    "core/engine/test_failed_steps.py": (
+        "test_transfers_of_failed_steps_and_of_those_not_run_come_to_their_end[has_loads]",
+    ),
+    "core/engine/test_output_failures.py": (
+        "test_an_error_with_one_requests_output_ends_it_alone[EngineMetrics-observe_inter_token-length]",
+        "test_an_error_with_one_requests_output_ends_it_alone[OutputText-push_token-error]",
+    ),
+    "core/engine/test_parity.py": (
+        "test_triton_backend_equals_transformers[qwen3-moe-selection1-3]",
+    ),
     "core/engine/test_pooling.py": (
         "test_classifiers_give_the_logits_of_transformers[Bert-1]",
         "test_classifiers_give_the_logits_of_transformers[Gte-1]",
@@ -60,10 +70,13 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_stages_serve_the_tokens_of_one_rank[gemma3n-3-1-options7]",
         "test_stages_serve_the_tokens_of_one_rank[qwen3-2-1-options0]",
         "test_stages_take_what_one_rank_takes[qwen3-1-{'quantization': 'int8'}]",
+        "test_stages_take_what_one_rank_takes[qwen3-moe-2-{'enable_expert_parallel': True}]",
     ),
     "core/parallel/test_worker_ranks.py": (
         "test_ranks_quantize_the_heads_that_they_have[int8]",
+        "test_two_ranks_serve_the_tokens_of_one[olmo2]",
         "test_two_ranks_serve_the_tokens_of_one[qwen3-moe]",
+        "test_two_ranks_serve_the_tokens_of_one[qwen3]",
     ),
     "core/scheduling/test_draft_widths.py": (
         "test_it_is_about_as_fast_as_the_best_width[0.4-32]",
@@ -73,18 +86,54 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_replayed_steps_give_the_same[gemma3]",
         "test_tokens_are_the_same[mistral-window]",
     ),
+    "core/worker/test_drafts_of_all_rows.py": (
+        "test_a_row_with_drafts_asks_for[a grammar with min_tokens]",
+        "test_a_row_with_drafts_asks_for[a processor of a greedy row]",
+        "test_a_row_with_drafts_asks_for[all logprobs]",
+        "test_a_row_with_drafts_asks_for[allowed]",
+        "test_a_row_with_drafts_asks_for[grammar choice]",
+        "test_a_row_with_drafts_asks_for[grammar json_object]",
+        "test_a_row_with_drafts_asks_for[logit_bias]",
+        "test_a_row_with_drafts_asks_for[negative frequency]",
+        "test_a_row_with_drafts_asks_for[presence and frequency]",
+        "test_mixes_of_rows_give_the_tokens_of_an_engine_without_drafts[windows]",
+    ),
     "core/worker/test_graphs.py": ("test_replayed_steps_equal_launched_ones[whole]",),
+    "core/worker/test_kv_compression.py": (
+        "test_later_tokens_of_a_prompt_attend_to_what_is_left[triton-KeyDiff-3]",
+        "test_tokens_are_those_of_dense_attention_to_what_is_left[triton-SnapKV-3-auto]",
+    ),
+    "core/worker/test_kv_levels.py": (
+        "test_tokens_are_those_of_a_cache_that_is_rounded_and_cut_by_hand[torch-16:1.0@0",
+        "test_tokens_are_those_of_a_cache_that_is_rounded_and_cut_by_hand[torch-4:0.5@24-levels2-key_norm-36-0]",
+    ),
     "core/worker/test_latent_graphs.py": ("test_recorded_steps_equal_launched_ones[DeepseekV2]",),
+    "core/worker/test_mixed_graphs.py": (
+        "test_a_graph_that_steps_go_without_is_recorded_in_traffic[False]",
+    ),
+    "core/worker/test_rejection.py": (
+        "test_tokens_have_the_targets_distribution[bias]",
+        "test_tokens_have_the_targets_distribution[penalties]",
+        "test_tokens_have_the_targets_distribution[top_k]",
+        "test_tokens_have_the_targets_distribution[top_p]",
+    ),
+    "core/worker/test_sampler.py": (
+        "test_any_mix_of_rows_matches_the_oracle[23-dtype1-64-8",
+        "test_any_mix_of_rows_matches_the_oracle[301-dtype2-16777216",
+    ),
     "core/worker/test_source_graphs.py": ("test_recorded_steps_equal_launched_ones[bart]",),
     "core/worker/test_speculation.py": (
         "test_compacted_caches_give_the_same_tokens[gemma3-key_norm]",
         "test_greedy_tokens_are_the_same[gemma3]",
+        "test_greedy_tokens_are_the_same[llama4]",
         "test_greedy_tokens_are_the_same[qwen3]",
     ),
+    "core/worker/test_structured_engine.py": ("test_recorded_steps_give_what_launched_ones_give",),
     "core/worker/test_suffix_drafts.py": (
         "test_ranks_propose_alike[ranks]",
         "test_tokens_are_the_same[qwen3]",
     ),
+    "entrypoints/bench/test_load.py": ("test_a_closed_loop_keeps_so_many_open_and_no_more[3]",),
     "entrypoints/test_chat_fields.py": (
         "test_a_folded_stream_is_the_whole_answer[logprobs]",
         "test_a_folded_stream_is_the_whole_answer[named]",
@@ -93,6 +142,7 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_strict_schemas_hold_for_every_seed[named]",
         "test_the_synchronous_client_folds_the_same[tools]",
     ),
+    "entrypoints/test_chat_speech.py": ("test_texts_are_those_of_transformers[GraniteSpeech]",),
     "entrypoints/test_constrained_calls.py": (
         "test_a_forced_call_cut_off_anywhere_leaves_no_markup[hermes-choice1]",
         "test_a_forced_call_cut_off_anywhere_leaves_no_markup[qwen3_coder-required]",
@@ -103,7 +153,18 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_special_tokens_open_constrained_calls[auto]",
         "test_strict_tools_are_constrained_when_the_model_calls_them[hermes]",
     ),
-    "entrypoints/test_responses.py": ("test_a_required_call_is_made_for_every_seed[named]",),
+    "entrypoints/test_exact_counts.py": (
+        "test_a_stream_counts_all_its_tokens[False-/v1/chat/completions-body5",
+        "test_a_stream_counts_all_its_tokens[False-/v1/chat/completions-body7",
+        "test_a_stream_counts_all_its_tokens[False-/v1/completions-body1",
+        "test_a_stream_counts_all_its_tokens[False-/v1/completions-body3",
+        "test_a_stream_counts_all_its_tokens[False-/v1/completions-body4",
+    ),
+    "entrypoints/test_responses.py": (
+        "test_a_required_call_is_made_for_every_seed[named]",
+        "test_the_effort_reaches_the_template[high-True high]",
+        "test_the_effort_reaches_the_template[minimal-True low]",
+    ),
     "examples/test_part_packages.py": (
         "test_a_group_gets_its_budget[1-drafts]",
         "test_a_group_gets_its_budget[2-plain]",
@@ -122,8 +183,8 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_every_kind_of_adapter_gives_pefts_tokens_in_one_batch[qwen2]",
     ),
     "plugins/conformance/test_operations_kit.py": (
-        "TestTriton::test_add_adapters[float16-4]",
         "TestTriton::test_add_adapters[float16-40]",
+        "TestTriton::test_add_adapters[float16-4]",
     ),
     "plugins/executors/test_ranks.py": (
         "test_kv_compression_drops_the_same_tokens[{'kv_compression_ratio': 0.5}]",
@@ -159,6 +220,10 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_a_text_part_equals_the_whole_without_images[Ovis2ForConditionalGeneration]",
     ),
     "plugins/models/test_timestamp_rules.py": ("test_tokens_are_those_of_transformers[plain]",),
+    "plugins/parsers/test_think_tags_and_hermes.py": (
+        "test_any_cutting_gives_the_same_fold[not thinking]",
+        "test_any_cutting_gives_the_same_fold[thinking]",
+    ),
 }
 """Whose lines and branches another case of the same test, which runs by day, covers too: a second
 family, backend, seed or number. By file and the beginning of the name."""

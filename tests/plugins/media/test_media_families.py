@@ -3,6 +3,7 @@ recordings, chunks that end inside one, prefix hits inside and behind one, preem
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,6 +135,7 @@ def text_of(made: Made, case: Case) -> str:
     return FAMILIES[architecture(made)].written.join(case.texts)
 
 
+@functools.lru_cache(maxsize=16)
 def expected(made: Made, case: Case, new: int = NEW) -> tuple[int, list[int]]:
     """Return the number of tokens of the prompt and the output, by `transformers` alone."""
     processor = FAMILIES[architecture(made)].reference(made.folder)
