@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import shutil
+import tempfile
 from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -207,8 +209,9 @@ LAYER_INPUTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Families whose layers have inputs of their own; their parity is test_families.py's."""
 
 
-def make_checkpoint(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
-    """Save a random model of CONFIGS or LAYER_INPUTS (no tokenizer) and return its folder."""
+@functools.cache
+def _files_of(name: str, dtype: torch.dtype) -> tuple[dict[str, bytes], torch.Tensor]:
+    """→ the files of a random model, and the state of torch's generator behind it"""
     family, extra = (CONFIGS | LAYER_INPUTS)[name]
     config = getattr(transformers, f"{family}Config")(**{**COMMON, **extra})
     torch.manual_seed(7)
@@ -221,7 +224,19 @@ def make_checkpoint(name: str, folder: Path, *, dtype: torch.dtype = torch.float
                 parameter.add_(0.3 * torch.randn_like(parameter))
             if parameter_name.endswith("sinks"):
                 parameter.copy_(torch.linspace(-1.0, 3.0, len(parameter)))
-    model.save_pretrained(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    return files, torch.get_rng_state()
+
+
+def make_checkpoint(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a random model of CONFIGS or LAYER_INPUTS (no tokenizer) and return its folder."""
+    files, state = _files_of(name, dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, content in files.items():
+        (folder / file).write_bytes(content)
+    torch.set_rng_state(state)  # What is drawn next does not depend on who asked before.
     return folder
 
 

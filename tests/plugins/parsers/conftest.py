@@ -28,7 +28,7 @@ other marks have long samples of much the same length: one of each hundred chara
 besides every family's samples that are not long."""
 LONG = 150
 """Characters of a long sample."""
-BY_DAY = 10
+BY_DAY = 6
 """Random texts for each property of a parser, at most."""
 
 
