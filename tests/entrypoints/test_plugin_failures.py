@@ -46,6 +46,8 @@ ELSEWHERE = {
     "register_adapter_resolvers": "tests/core/adapters/test_adapter_registry.py",
     "register_media_models": "tests/plugins/media/test_media_plugins.py",
     "register_parts": "tests/core/engine/test_failing_parts.py",
+    "kv_cache_started": "tests/core/engine/test_cache_hooks.py",
+    "kv_cache_changed": "tests/core/engine/test_cache_hooks.py",
     "register_collectives": "tests/core/parallel/test_collectives.py",
     "register_all2all_backends": "tests/core/parallel/test_expert_parallel.py",
 }
