@@ -1,6 +1,7 @@
 """How much Python the host runs for a step, for a token and for a request in mixed traffic.
 
     python examples/benchmarks/host_work.py
+    python examples/benchmarks/host_work.py --launches
 
 The workload `traffic` of `jackfield bench serve` over HTTP: 300 clients in other processes, mixed
 lengths and options, departures in mid-stream. Server, scheduler, worker and sampler's books are the
@@ -18,6 +19,9 @@ Counts by thread and by function, over steps with nearly all slots in use:
 
 Counts do not depend on how busy the machine is. They vary a little with the mix of requests that
 the steps happen to have.
+
+`--launches` times instead how long launches take of decode steps with the same rows: one after the
+other on one thread, so with all that they touch in the processor's caches.
 """
 
 from __future__ import annotations
@@ -32,11 +36,12 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,7 +51,7 @@ from jackfield.core.hooks import hookimpl
 from jackfield.core.nn.operations import Operations
 from jackfield.core.protocols.attention import AttentionBackend
 from jackfield.core.registry import Provenance, load_plugins
-from jackfield.core.step import InProcess, StepPlan, StepResult
+from jackfield.core.step import InProcess, StepPlan, StepResult, TableWrite
 from jackfield.core.worker.threads import PendingStep
 from jackfield.entrypoints.bench.engine.backends import event_loop
 from jackfield.entrypoints.bench.report import table
@@ -97,7 +102,10 @@ class NoOperations(Operations):
     """Computes nothing, and samples what stands in its output."""
 
     name = NAME
-    samples = True
+    samples = writes_tokens = True
+
+    def write_tokens(self, *args: Any, **options: Any) -> None:
+        """Leave the tokens as they are (`NoDevice.start`)."""
 
     def sample(self, *args: Any, **options: Any) -> None:
         """Leave the tokens as they are."""
@@ -311,6 +319,15 @@ class NoDevice(InProcessExecutor):
             ids = torch.arange(len(runner.sampler.outputs.chosen), dtype=torch.int32)
             for part in runner.sampler.outputs:
                 part.copy_((1000 + ids).view(-1, *(1,) * (part.dim() - 1)))
+            written, ran = runner.written, runner.written.ran
+            written._ring[:, 1:] = 1000 + ids[: written._ring.shape[1] - 1]
+
+            def ran_and_written() -> None:
+                ran()
+                place = written.place()
+                place.numbers[0] = place.run
+
+            written.ran = ran_and_written
 
         await self._thread.call(record)
         return info
@@ -327,6 +344,34 @@ class NoDevice(InProcessExecutor):
             return Ending(step, self._due)
 
         return self._thread.step(launch)
+
+    async def time_launches(self, rows: int, steps: int, new_blocks: bool) -> list[float]:
+        """Launch steps of the same rows, of slots without requests; return each one's seconds.
+        new_blocks: a sixteenth of the rows begin a block in each, or one row in its turn."""
+        assert self._thread is not None
+        worker: Any = self._worker
+        table, size = worker.runner.batch.table, worker.config.block_size
+
+        def launch_all() -> list[float]:
+            seconds = []
+            lengths = table.length_bounds
+            lengths[:rows] = np.arange(rows) % size if new_blocks else 1
+            before = lengths[:rows].tolist()
+            for step in range(steps):
+                writes = [
+                    TableWrite(slot, 0, (length + step) // size, (1 + step,))
+                    for slot, length in enumerate(before)
+                    if new_blocks and (length + step) % size == 0
+                ]
+                each = tuple(range(rows)), (1,) * rows, (True,) * rows
+                plan = StepPlan(step, *each, table_writes=tuple(writes))
+                began = time.perf_counter()
+                worker.step(plan)
+                if bool(writes) == new_blocks:
+                    seconds.append(time.perf_counter() - began)
+            return seconds
+
+        return await self._thread.call(launch_all)
 
     async def on_threads(self, launching: Callable[[], None], waiting: Callable[[], None]) -> None:
         """Call a function on each of the two threads."""
@@ -395,6 +440,33 @@ def part_of(file: str) -> str:
         path = file[len(PACKAGE) + 1 :]
         return next((part for begin, part in PARTS.items() if path.startswith(begin)), "other")
     return next((name for name in LIBRARIES if f"/{name}/" in file), "other libraries")
+
+
+async def launch_times(counts: Sequence[int], steps: int) -> list[tuple[int, float, float]]:
+    """Return per number of rows the least microseconds of a launch, without and with new blocks."""
+    NoDevice.steps = Steps(256, 0, 0)
+    plugins = load_plugins()
+    plugins.add_plugin(Plugin(), Provenance("examples", "0", "host work"))
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder))
+        config = EngineConfig(
+            model=folder, load_format="dummy", device="cpu", dtype="float32", executor=NAME,
+            operations=NAME, attention_backend=NAME, max_model_len=4096, block_size=16,
+            num_gpu_blocks_override=1000, max_num_seqs=max(counts),
+        )  # fmt: skip
+        async with AsyncEngine(config, plugins=plugins) as engine:
+            executor: Any = engine.core.executor  # type: ignore[attr-defined]
+            least = [
+                [
+                    1e6 * min(await executor.time_launches(rows, steps, new_blocks))
+                    for new_blocks in (False, True)
+                ]
+                for rows in counts
+            ]
+    return [
+        (rows, round(same, 1), round(more, 1))
+        for rows, (same, more) in zip(counts, least, strict=True)
+    ]
 
 
 async def count_work(skip: int, count: int, kind: type[Counts]) -> tuple[Steps, dict[str, Counts]]:
@@ -472,10 +544,15 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=100, help="steps before those that count")
     parser.add_argument("--steps", type=int, default=100, help="steps that count")
     parser.add_argument("--functions", type=int, default=40, help="lines of the second table")
+    parser.add_argument("--launches", action="store_true", help="time launches instead")
     parser.add_argument("--count", choices=list(KINDS), default="calls", help="what to count")
     args = parser.parse_args()
     loop = event_loop()
     try:
+        if args.launches:
+            times = loop.run_until_complete(launch_times((1, 4, 64, 256), 600))
+            print(table(times, ("rows", "us", "us with new blocks")))
+            return
         work = count_work(args.skip, args.steps, KINDS[args.count])
         steps, threads = loop.run_until_complete(work)
     finally:

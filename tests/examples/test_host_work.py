@@ -33,3 +33,10 @@ async def test_a_step_in_traffic_costs_no_more_than_it_did(
         assert totals["loop"] / steps.totals["tokens"] < CALLS_PER_TOKEN
     else:
         assert 1 < totals["completion"] / steps.totals["rows"] < NUMBERS_PER_ROW
+
+
+@pytest.mark.slow
+async def test_launches_are_timed_without_and_with_new_blocks(host_work: ModuleType) -> None:
+    times = await host_work.launch_times((1, 20), 40)
+    assert [rows for rows, *_ in times] == [1, 20]
+    assert all(each > 0 for _, *both in times for each in both)
