@@ -90,7 +90,7 @@ _NO_EFFECT: dict[str, tuple[int | str, str]] = {
 }  # fmt: skip
 _MISSING: dict[str, str] = {
     "--base-gpu-id": "see --device-ids",
-    "--disaggregation-mode": "prompts are computed where outputs are; see --kv-transfer-config",
+    "--disaggregation-mode": "see --kv-transfer-config with peer_store, kv_producer or kv_consumer",
     "--dist-init-addr": "several hosts are those of a Ray cluster (--executor ray)",
     "--enable-dp-attention": "of --tp N --dp D: --data-parallel-size D, --tensor-parallel-size N/D "
     "and --enable-expert-parallel",

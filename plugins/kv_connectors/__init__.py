@@ -14,4 +14,5 @@ def register_kv_connectors(registry: Any) -> None:
     registry.add(
         "device_offload", "jackfield.plugins.kv_connectors.device_offload:DeviceOffloadConnector"
     )
+    registry.add("peer_store", "jackfield.plugins.kv_connectors.peer_store:PeerConnector")
     registry.add("multi", "jackfield.plugins.kv_connectors.multi:MultiConnector")

@@ -41,19 +41,24 @@ class BlockFormat:
                     "data_offsets": [start, end],
                 }
 
+        # Keys and digests are equally long.
+        header = self.encode(bytes(32), memoryview(b""))
+        self.encoded_bytes = len(header) + layout.block_bytes
+        """Bytes of any block, encoded."""
+
     def encode(self, key: bytes, block: memoryview) -> bytes:
         """block: [block_bytes], layer by layer, part by part."""
         header = json.dumps({"__metadata__": self._metadata(key, block), **self._tensors})
         padded = header.encode() + b" " * (-len(header) % 8)
         return b"".join([len(padded).to_bytes(8, "little"), padded, block])
 
-    def decode(self, key: bytes, data: bytes) -> memoryview:
+    def decode(self, key: bytes, data: bytes | memoryview) -> memoryview:
         """Return [block_bytes]. Raises ValueError with the fault."""
         length = int.from_bytes(data[:8], "little")
         if len(data) < 8 or length > min(MAX_HEADER, len(data) - 8):
             raise ValueError("it is cut off in its header")
         try:
-            header = json.loads(data[8 : 8 + length])
+            header = json.loads(bytes(data[8 : 8 + length]))
             metadata = header.pop("__metadata__")
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise ValueError("its header is not a block's") from None

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -39,11 +39,18 @@ MIN_BLOCKS_BEING_SAVED = 64
 saved."""
 
 
-class BlockStore(Protocol):
-    """Bytes by key, at the far side."""
+class BlockIndex(Protocol):
+    """Keys at the far side: what the scheduler half needs of a store."""
 
     def count_present(self, keys: Sequence[bytes]) -> int:
         """Return the number of leading `keys` that are stored."""
+
+    def close(self) -> None:
+        """Release resources; the store is not used any more."""
+
+
+class BlockStore(BlockIndex, Protocol):
+    """Bytes by key, at the far side."""
 
     def get(self, key: bytes) -> bytes | None:
         """Return the bytes stored under `key`, or None."""
@@ -53,9 +60,6 @@ class BlockStore(Protocol):
 
     def remove(self, key: bytes) -> None:
         """Discard `key`, whose content is damaged."""
-
-    def close(self) -> None:
-        """Release resources; the store is not used any more."""
 
 
 class StoreConnector:
@@ -78,10 +82,11 @@ class StoreConnector:
         return StoreWorker(setup, cls.store_class(setup))
 
 
-class _Health:
-    """Tracks whether the store is usable."""
+class Health:
+    """Tracks whether a far side is usable."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "the KV store") -> None:
+        self._name = name
         self._until = 0.0
 
     @property
@@ -89,11 +94,11 @@ class _Health:
         return time.monotonic() < self._until
 
     def failed(self, what: str, error: Exception) -> None:
-        """Pause the store, and log that once."""
+        """Pause it, and log that once."""
         if not self.paused:
             logger.warning(
-                "the KV store failed to %s, and is left alone for %.0f s: %s: %s",
-                what, PAUSE_SECONDS, type(error).__name__, error,
+                "%s failed to %s, and is left alone for %.0f s: %s: %s",
+                self._name, what, PAUSE_SECONDS, type(error).__name__, error,
             )  # fmt: skip
         self._until = time.monotonic() + PAUSE_SECONDS
 
@@ -109,10 +114,10 @@ class _Lookup:
 class StoreScheduler:
     """Looks up keys on threads; passes jobs to the worker half."""
 
-    def __init__(self, setup: KVConnectorSetup, store: BlockStore) -> None:
+    def __init__(self, setup: KVConnectorSetup, store: BlockIndex) -> None:
         self._setup = setup
         self._store = store
-        self._health = _Health()
+        self._health = Health()
         self._jobs = JobList()
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, "jackfield-kv-lookup")
         self._lookups: dict[str, _Lookup] = {}
@@ -129,7 +134,7 @@ class StoreScheduler:
         if lookup is None or first_block < lookup.first:
             if self._health.paused:
                 return 0
-            future = self._threads.submit(self._look_up, request.block_hashes[first_block:])
+            future = self.submit_lookup(request, request.block_hashes[first_block:])
             lookup = self._lookups[request.request_id] = _Lookup(first_block, future)
             future.add_done_callback(lambda _: self._setup.notify())
             asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._give_up, lookup)
@@ -141,6 +146,10 @@ class StoreScheduler:
             return 0
         del self._lookups[request.request_id]
         return max(0, lookup.first + lookup.answer.result() - first_block) * block_size
+
+    def submit_lookup(self, request: Request, keys: Sequence[bytes]) -> Future[int]:
+        """Begin to count the leading `keys` that are stored, on a thread."""
+        return self._threads.submit(self._look_up, keys)
 
     def _give_up(self, lookup: _Lookup) -> None:
         # Set by the timer instead of comparing clocks: if a clock lagged, no call would follow.
@@ -166,10 +175,19 @@ class StoreScheduler:
         count = min(len(keys), self._room)
         if not count or self._health.paused:
             return ()
-        self._saving[transfer] = count
-        self._room -= count
-        self._jobs.saves.append(Job(transfer, tuple(block_ids[:count]), tuple(keys[:count])))
+        self.queue_save(Job(transfer, tuple(block_ids[:count]), tuple(keys[:count])))
         return block_ids[:count]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more blocks may be held while they are saved."""
+        return self._room > 0
+
+    def queue_save(self, job: Job) -> None:
+        """Pass a save to the worker half; its blocks are held until its end."""
+        self._saving[job.transfer] = len(job.block_ids)
+        self._room -= len(job.block_ids)
+        self._jobs.saves.append(job)
 
     def request_finished(
         self, transfer: int, request: Request
@@ -195,11 +213,13 @@ class StoreScheduler:
 class StoreWorker(ThreadedWorker):
     """Moves blocks through host memory; damaged ones count as missing."""
 
+    blocks_per_read: int = 1
+
     def __init__(self, setup: KVConnectorSetup, store: BlockStore) -> None:
         super().__init__(setup)
         self._store = store
         self._format = BlockFormat(setup.layout)
-        self._health = _Health()
+        self._health = Health()
         self._readers = ThreadPoolExecutor(READ_THREADS, "jackfield-kv-read")
 
     def load(self, job: Job, copier: BlockCopier, after: Any) -> Sequence[int]:
@@ -208,50 +228,58 @@ class StoreWorker(ThreadedWorker):
         Reads run ahead of the copies. A read that hangs writes to no block: only complete data is
         copied to the cache.
         """
-        keys = iter(job.places)
-        reads = deque(self._readers.submit(self._read, key) for key in islice(keys, READ_AHEAD))
+        blocks = self._blocks(job.places)
         rows = copier.new_rows(min(BLOCKS_AT_ONCE, len(job.places)))
         num_loaded = 0
+        while part := list(islice(blocks, len(rows))):
+            for row, block in zip(rows, part, strict=False):
+                row.numpy()[:] = block
+            end = num_loaded + len(part)
+            copier.write(job.block_ids[num_loaded:end], rows, range(len(part)), after)
+            num_loaded = end
+        return job.block_ids[num_loaded:]
+
+    def _blocks(self, keys: Sequence[bytes]) -> Iterator[memoryview]:
+        """Yield blocks, each [block_bytes], up to the first missing one."""
+        size = self.blocks_per_read
+        groups = iter([keys[first : first + size] for first in range(0, len(keys), size)])
+        ahead = islice(groups, max(2, READ_AHEAD // size))
+        reads = deque((len(group), self._readers.submit(self.read, group)) for group in ahead)
         try:
             while reads:
-                num_read = 0
-                while reads and num_read < len(rows):
-                    block = reads[0].result(ANSWER_SECONDS)
-                    if block is None:
-                        break
-                    rows[num_read].numpy()[:] = block
-                    num_read += 1
-                    reads.popleft()
-                    reads.extend(self._readers.submit(self._read, key) for key in islice(keys, 1))
-                copier.write(
-                    job.block_ids[num_loaded : num_loaded + num_read], rows, range(num_read), after
-                )
-                num_loaded += num_read
-                if reads and num_read < len(rows):
+                count, read = reads.popleft()
+                blocks = read.result(ANSWER_SECONDS)
+                yield from blocks
+                if len(blocks) < count:
                     break
+                reads.extend(
+                    (len(g), self._readers.submit(self.read, g)) for g in islice(groups, 1)
+                )
         except TimeoutError as error:
             self._health.failed("read a block", error)
         finally:
-            for read in reads:
+            for _, read in reads:
                 read.cancel()
-        return job.block_ids[num_loaded:]
 
-    def _read(self, key: bytes) -> memoryview | None:
+    def read(self, keys: Sequence[bytes]) -> Sequence[memoryview]:
+        """Return the leading blocks that are stored and sound; called with `blocks_per_read` keys
+        at most, on several threads."""
+        (key,) = keys
         if self._health.paused:
-            return None
+            return ()
         try:
             data = self._store.get(key)
         except Exception as error:
             self._health.failed("read a block", error)
-            return None
+            return ()
         if data is None:
-            return None
+            return ()
         try:
-            return self._format.decode(key, data)
+            return (self._format.decode(key, data),)
         except ValueError as error:
             logger.warning("block %s in the KV store is not used: %s", key.hex()[:16], error)
             self._remove(key)
-            return None
+            return ()
 
     def _remove(self, key: bytes) -> None:
         try:

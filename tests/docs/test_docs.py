@@ -406,6 +406,9 @@ def test_the_readme_counts_the_parsers_that_are_there() -> None:
 # ---------------------------------------------------------------- what is there and what is not
 
 
+RDMA_CONNECTORS = ("nixl", "NixlConnector", "mooncake", "MooncakeConnector")
+
+
 def is_there(what: str) -> bool:
     """Whether something of which pages say that it is absent, or once said so, can be had: an
     option takes it, and nothing refuses it."""
@@ -427,7 +430,8 @@ def is_there(what: str) -> bool:
         "contexts divided among ranks": lambda: is_taken("--decode-context-parallel-size", "2"),
         "weights in host memory": lambda: is_taken("--cpu-offload-gb", "4"),
         "several hosts without Ray": lambda: is_taken("--nnodes", "2"),
-        "prompts computed by other servers": lambda: is_taken("--disaggregation-mode", "prefill"),
+        "prompts computed by other servers": lambda: "peer_store" in plugins["kv_connector"],
+        "caches sent by RDMA": lambda: any(c in plugins["kv_connector"] for c in RDMA_CONNECTORS),
         "KV events": lambda: is_taken("--kv-events-config", "{}"),
         "trees of drafts": lambda: is_taken("--speculative-eagle-topk", "4"),
         "diffusion of texts": lambda: is_taken("--diffusion-config", "{}"),

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+from kv_peers import RecordedPeers, be_patient, reserved_address, secret_in
+
 from jackfield.plugins.conformance.kv_connectors import KVConnectorKit
 
 
@@ -67,3 +70,45 @@ class TestMulti(KVConnectorKit):
 
     def break_far_side(self, folder: Path) -> None:
         damage(folder)
+
+
+class TestPeerStore(KVConnectorKit):
+    """Engines that are each other's peers, and their own."""
+
+    name = RecordedPeers.name
+    plugin = RecordedPeers()
+    shared = False
+    wrong_options = {
+        "secret_file": "/no/such/file",
+        "listen": "7100",
+        "advertise": "somewhere",
+        "peers": ["[::1]"],
+        "size_gib": 1e-9,
+    }
+
+    @pytest.fixture(autouse=True)
+    def _peers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        be_patient(monkeypatch)
+        self.plugin.workers.clear()
+        self.peers: list[str] = []
+
+    def extra_config(self, folder: Path) -> dict[str, Any]:
+        self.peers.insert(0, reserved_address())
+        return {
+            "secret_file": secret_in(folder),
+            "listen": self.peers[0],
+            "peers": list(self.peers),
+            "size_gib": 0.01,
+        }
+
+    def damage(self, folder: Path) -> None:
+        for worker in self.plugin.workers:
+            blocks = worker._memory._blocks
+            for number, (key, data) in enumerate(blocks.items()):
+                at = len(data) - 5 if number % 2 else 100
+                blocks[key] = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+    def break_far_side(self, folder: Path) -> None:
+        for worker in self.plugin.workers:
+            assert worker._server is not None
+            worker._server.close()
