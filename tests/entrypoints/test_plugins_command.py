@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -190,7 +191,7 @@ def test_the_route_exists_only_on_request(tmp_path: Path) -> None:
     # The process that checks them imports what is left, which can take ten seconds.
     left_out = ("adapters", "grammar_backends", "kv_connectors", "media", "quantization", "ray")
     config = engine_config(tmp_path, disable_plugins=left_out)
-    with running(config, options) as server:
+    with forked.processes_of(asyncio.unix_events), running(config, options) as server:
         assert httpx.get(f"{server.url}/v1/plugins").status_code == 401
         imported = set(sys.modules)
         response = httpx.get(
