@@ -6,9 +6,11 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import forked
 import torch
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.remote import processes
 from jackfield.core.worker.expert_balance import ExpertMover
 from jackfield.plugins.conformance.paged_model import PagedModel, assert_near
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
@@ -86,5 +88,6 @@ async def tokens_of_requests(folder: Path, max_tokens: int, **options: Any) -> l
         assert last.error is None, last.error
         return list(last.outputs[0].token_ids)
 
-    async with AsyncEngine(config) as engine:
-        return await at_once(engine, *(generate(engine, number) for number in range(5)))
+    with forked.processes_of(processes):
+        async with AsyncEngine(config) as engine:
+            return await at_once(engine, *(generate(engine, number) for number in range(5)))

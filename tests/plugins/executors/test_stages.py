@@ -11,14 +11,24 @@ from typing import Any
 import msgspec
 import pytest
 from test_rank_failures import DECODE, kill, lose
-from test_ranks import LONG, OFFLOAD, Running, checkpoint, config, mixed, outputs, restored
+from test_ranks import (
+    LONG,
+    OFFLOAD,
+    Running,
+    checkpoint,
+    config,
+    forked_ranks,
+    mixed,
+    outputs,
+    restored,
+)
 
 from jackfield import AsyncEngine
 from jackfield.core.step import StepPlan
 
 from helpers import at_once, make_checkpoint
 
-_ = checkpoint  # The fixture, which is found by its name.
+_ = checkpoint, forked_ranks  # The fixtures, which are found by their names.
 
 
 @pytest.fixture(scope="module")
