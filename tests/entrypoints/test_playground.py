@@ -356,6 +356,7 @@ def test_a_reload_keeps_the_conversation_and_the_settings(page: Page, server: Se
     say(page, "The weather?")
     page.until("document.querySelector('.answers')")
     shown = texts(page, ".turn")
+    until_kept(page, 2)
     page.open(server.url)
     page.until("document.querySelector('.answers')")
     assert texts(page, ".turn")[0] == shown[0]
@@ -368,6 +369,7 @@ def test_a_reload_keeps_the_conversation_and_the_settings(page: Page, server: Se
     page.type("sunny")
     page.value("document.querySelector('.answers').click()")
     page.until(f"document.querySelectorAll('.turn.model').length === 2 && {DONE}")
+    until_kept(page, 4)
     page.open(server.url)
     page.until("document.querySelectorAll('.turn.model').length === 2")
     assert text(page, ".answer pre") == "sunny"
@@ -381,6 +383,17 @@ def test_a_reload_keeps_the_conversation_and_the_settings(page: Page, server: Se
 
 
 STORE = "const store = await import('/playground/conversations.js');"
+
+
+def until_kept(page: Page, count: int) -> None:
+    """Until the only conversation is on disk with so many messages: a moment after it is shown."""
+    page.value(f"""(async () => {{
+        {STORE}
+        for (let kept = 0; kept !== {count};) {{
+            const [one] = await store.conversations();
+            kept = one ? (await store.conversation(one.id)).entries.length : 0;
+        }}
+    }})()""")
 
 
 def keep(page: Page, entries: object, id: str = "one") -> None:
@@ -523,6 +536,7 @@ def test_pictures_are_dropped_and_pasted(browser: Browser, seeing: Server) -> No
         assert part["image_url"]["url"].startswith("data:image/jpeg;base64,")
         assert words == {"type": "text", "text": "What is this?"}
         assert "blue circle in the middle" in text(page, ".turn.model .markdown")
+        until_kept(page, 2)
         page.open(seeing.url)
         page.until("document.querySelector('.turn.you img')?.naturalWidth === 64")
         assert "blue circle" in text(page, ".turn.model .markdown")
