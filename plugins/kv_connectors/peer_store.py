@@ -204,10 +204,10 @@ class PeerScheduler(StoreScheduler):
         if request.finish_reason not in ("length", "stop") or not request.is_named:
             return False, None
         num_blocks = request.num_prompt_tokens // self._setup.layout.block_size
-        keys = tuple(request.block_hashes[:num_blocks])
+        keys, block_ids = request.block_hashes[:num_blocks], request.block_ids
         is_retained = self.has_room and bool(keys)
         if is_retained:
-            self.queue_save(Job(transfer, tuple(request.block_ids[: len(keys)]), keys))
+            self.queue_save(Job(transfer, tuple(block_ids[: len(keys)]), tuple(keys)))
         handover = Handover.make(self._settings.secret, address, self._last_save)
         return is_retained, msgspec.to_builtins(handover)
 

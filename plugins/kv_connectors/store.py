@@ -27,6 +27,8 @@ logger = logging.getLogger("jackfield.kv")
 
 LOOKUP_THREADS = 4
 READ_THREADS = 4
+WRITE_THREADS = 4
+"""Threads that encode and store blocks: a digest takes a core a second for each GB."""
 BLOCKS_AT_ONCE = 16
 """Blocks per copy between device and host."""
 READ_AHEAD = 2 * BLOCKS_AT_ONCE
@@ -221,6 +223,7 @@ class StoreWorker(ThreadedWorker):
         self._format = BlockFormat(setup.layout)
         self._health = Health()
         self._readers = ThreadPoolExecutor(READ_THREADS, "jackfield-kv-read")
+        self._writers = ThreadPoolExecutor(WRITE_THREADS, "jackfield-kv-write")
 
     def load(self, job: Job, copier: BlockCopier, after: Any) -> Sequence[int]:
         """Load blocks up to the first missing one.
@@ -303,14 +306,18 @@ class StoreWorker(ThreadedWorker):
             for first in range(0, len(missing), len(rows)):
                 part = missing[first : first + len(rows)]
                 copier.read([block_id for block_id, _ in part], rows, range(len(part)))
-                for row, (_, key) in zip(rows, part, strict=False):
-                    data = self._format.encode(key, memoryview(row.numpy()))
-                    self._store.put(key, data)
+                keys = [key for _, key in part]
+                blocks = [memoryview(row.numpy()) for row in rows[: len(part)]]
+                list(self._writers.map(self._write, keys, blocks))
         except Exception as error:
             self._health.failed("store a block", error)
             return job.block_ids
         return ()
 
+    def _write(self, key: bytes, block: memoryview) -> None:
+        self._store.put(key, self._format.encode(key, block))
+
     def finish(self) -> None:
+        self._writers.shutdown(wait=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._store.close()

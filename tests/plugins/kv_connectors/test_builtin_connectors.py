@@ -380,6 +380,26 @@ async def test_a_store_that_raises_is_left_alone_for_a_while(
     assert shelf.calls["count_present"] <= 2 and not shelf.content
 
 
+async def test_blocks_are_stored_by_several_threads() -> None:
+    """As their digests take longer than their copies."""
+
+    class Meeting(Shelf):
+        """The first block is stored when the second has come."""
+
+        def put(self, item: bytes, data: bytes) -> None:
+            super().put(item, data)
+            if self.calls["put"] > 1:
+                self.go_on.set()
+            assert self.go_on.wait(300), "it is stored alone"
+
+    shelf = Meeting()
+    config = EngineConfig(**SMALL, kv_transfer_config={"kv_connector": "shelf"})
+    async with AsyncEngine(config, plugins=load_plugins(extra=[shelf])) as engine:
+        await generate(engine, TOKENS)
+        await settled(engine)
+        assert len(shelf.content) >= 10 and shelf.go_on.is_set()
+
+
 async def test_a_store_that_is_too_slow_holds_no_more_than_its_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from test_builtin_connectors import check_reduced
 from test_kv_connector_kits import TestCpuOffload as CpuOffload
 from test_kv_connector_kits import TestFileStore as FileStore
+from test_kv_connector_kits import TestPeerStore as PeerStore
 
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.kv_halves import Halves, bits, random_cache
@@ -25,6 +26,10 @@ class TestCpuOffloadOnGpu(CpuOffload):
 
 
 class TestFileStoreOnGpu(FileStore):
+    device = "cuda"
+
+
+class TestPeerStoreOnGpu(PeerStore):
     device = "cuda"
 
 

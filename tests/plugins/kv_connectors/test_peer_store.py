@@ -20,15 +20,22 @@ from kv_peers import (
     reserved_address,
     secret_in,
 )
-from test_builtin_connectors import GREEDY, LAYOUT, SMALL, TOKENS, settled
+from test_builtin_connectors import GREEDY, LAYOUT, SMALL, TOKENS, key, settled
 
 from jackfield import AsyncEngine, EngineConfig, RequestOutput, SamplingParams
 from jackfield.core.config import KVTransferConfig
 from jackfield.core.errors import ConfigError
+from jackfield.core.parts.kv_transfer import KVReport
 from jackfield.core.protocols.kv import KVConnectorSetup
 from jackfield.core.registry import load_plugins
-from jackfield.plugins.kv_connectors import peer_wire
-from jackfield.plugins.kv_connectors.peer_store import Handover, PeerSettings, PeerWorker
+from jackfield.core.request import Request
+from jackfield.plugins.kv_connectors import peer_server, peer_store, peer_wire
+from jackfield.plugins.kv_connectors.peer_store import (
+    Handover,
+    PeerScheduler,
+    PeerSettings,
+    PeerWorker,
+)
 from jackfield.plugins.kv_connectors.peer_wire import Address, Ask
 
 PREFILL = msgspec.structs.replace(
@@ -205,24 +212,107 @@ async def test_what_no_peer_has_promised_is_not_awaited(change: str, tmp_path: P
         await drained(prefill)
 
 
-@pytest.mark.parametrize("end", ["abort", "not asked", "consumer"])
-async def test_only_a_prompt_that_was_computed_is_handed_over(end: str, tmp_path: Path) -> None:
+async def test_blocks_that_are_never_saved_are_not_awaited_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     where = reserved_address()
-    role = "kv_consumer" if end == "consumer" else "kv_both"
-    extra = peer_config(tmp_path, listen=where, peers=[where])
-    async with engine_with(RecordedPeers(), extra, role) as engine:
-        asked = {"do_remote_decode": end != "not asked"}
-        params = msgspec.structs.replace(PREFILL, kv_transfer_params=asked)
-        if end != "abort":
-            assert (await finish(engine, params)).kv_transfer_params is None
-        else:
-            params = msgspec.structs.replace(params, max_tokens=40)
-            stream = engine.generate(TOKENS, params)
-            waiting = asyncio.ensure_future(anext(stream))
-            await asyncio.sleep(0)
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-        await drained(engine)
+    peers = RecordedPeers(HeldBack)
+    producer = engine_with(peers, peer_config(tmp_path, listen=where))
+    consumer = engine_with(RecordedPeers(), peer_config(tmp_path, peers=[where]))
+    async with producer as prefill, consumer as decode:
+        prompt = await finish(prefill, PREFILL)
+        (worker,) = peers.workers
+        monkeypatch.setattr(peer_server, "HANDOVER_SECONDS", 0.1)
+        output = await finish(decode, following(prompt))
+        assert output.num_cached_tokens == 0 and worker.awaited.is_set()
+        worker.may_save.set()
+
+
+async def test_lookups_that_wait_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_store, "MAX_WAITING", 1)
+    where = reserved_address()
+    peers = RecordedPeers(HeldBack)
+    producer = engine_with(peers, peer_config(tmp_path, listen=where))
+    consumer = engine_with(RecordedPeers(), peer_config(tmp_path, peers=[where]))
+    async with producer as prefill, consumer as decode:
+        first = await finish(prefill, PREFILL)
+        second = await finish(prefill, PREFILL, TOKENS[::-1])
+        (worker,) = peers.workers
+        waiting = asyncio.create_task(finish(decode, following(first)))
+        await asyncio.to_thread(worker.awaited.wait, 300)
+        output = await finish(decode, following(second), TOKENS[::-1])
+        assert output.num_cached_tokens == 0 and not waiting.done()
+        worker.may_save.set()
+        assert (await waiting).num_cached_tokens == NUM_LOADED
+
+
+def finished(reason: Any = "length", asked: Any = True, **state: Any) -> Request:
+    """A request of 10 blocks that has ended."""
+    request = Request(
+        request_id="one",
+        prompt_token_ids=TOKENS,
+        params=SamplingParams(kv_transfer_params={"do_remote_decode": asked}),
+        max_tokens=1,
+        seed=0,
+    )
+    request.block_hashes = [key(number) for number in range(len(TOKENS) // 4)]
+    request.tables = [list(range(1, 12))]
+    request.finish_reason = reason
+    for name, value in state.items():
+        setattr(request, name, value)
+    return request
+
+
+def scheduler_with(role: Any, extra: dict[str, Any]) -> PeerScheduler:
+    setup = setup_with(role, extra)
+    return PeerScheduler(setup, PeerSettings.of(setup))
+
+
+def test_only_a_prompt_that_was_computed_is_handed_over(tmp_path: Path) -> None:
+    extra = peer_config(tmp_path, listen="10.0.0.5:7100", peers=["10.0.0.6:7100"])
+    scheduler = scheduler_with("kv_both", extra)
+    for request in (
+        finished("abort"),
+        finished("error"),
+        finished(None),
+        finished(asked=False),
+        finished(asked="yes"),
+        finished(compacted=True),
+        finished(stale=True),
+    ):
+        assert scheduler.request_finished(7, request) == (False, None)
+    assert scheduler.build_metadata() is None
+    is_retained, params = scheduler.request_finished(7, finished())
+    made = Handover.make(SECRET, Address("10.0.0.5", 7100), 7)
+    assert is_retained and params == msgspec.to_builtins(made)
+    (job,) = scheduler.build_metadata().saves  # type: ignore[union-attr]
+    assert job.block_ids == tuple(range(1, 11)) and job.places == tuple(finished().block_hashes)
+    scheduler.close()
+    for role, other in (
+        ("kv_consumer", extra),
+        ("kv_both", peer_config(tmp_path, peers=["10.0.0.6:7100"])),
+    ):
+        scheduler = scheduler_with(role, other)
+        assert scheduler.request_finished(7, finished()) == (False, None)
+        assert scheduler.start_save(8, finished(), [key(1)], [1]) == () or role == "kv_consumer"
+        scheduler.close()
+
+
+def test_prompts_are_retained_while_there_is_room(tmp_path: Path) -> None:
+    """Then those that follow are told the last save, before which theirs were queued."""
+    extra = peer_config(tmp_path, listen="0.0.0.0:7100", advertise="node-1:7100")
+    scheduler = scheduler_with("kv_producer", extra)
+    results = [scheduler.request_finished(number, finished()) for number in range(9)]
+    num_retained = sum(is_retained for is_retained, _ in results)
+    assert num_retained == 7, "of 10 blocks each, with room for 64"
+    transfers = [params["remote_transfer"] for _, params in results if params]
+    assert transfers == [0, 1, 2, 3, 4, 5, 6, 6, 6]
+    assert results[8][1]["remote_host"] == "node-1"  # type: ignore[index]
+    scheduler.update(KVReport(finished=(0, 1)))
+    assert scheduler.request_finished(9, finished())[0]
+    scheduler.close()
 
 
 async def drained(engine: AsyncEngine) -> None:
@@ -282,13 +372,17 @@ def test_wrong_options_are_refused_by_name(
     assert caught.value.param == "kv_transfer_config"
 
 
-def worker_with(role: Any, extra: dict[str, Any]) -> PeerWorker:
+def setup_with(role: Any, extra: dict[str, Any]) -> KVConnectorSetup:
     transfer = KVTransferConfig(
         kv_connector="peer_store", kv_role=role, kv_connector_extra_config=extra
     )
-    setup = KVConnectorSetup(
+    return KVConnectorSetup(
         transfer=transfer, layout=LAYOUT, plugins=load_plugins(), notify=lambda: None
     )
+
+
+def worker_with(role: Any, extra: dict[str, Any]) -> PeerWorker:
+    setup = setup_with(role, extra)
     return PeerWorker(setup, PeerSettings.of(setup))
 
 
