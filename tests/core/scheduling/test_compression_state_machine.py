@@ -231,7 +231,7 @@ def run_machine(machine: type[PriorityMachine], steps: int) -> None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_random_steps(machine: type[PriorityMachine]) -> None:
-    run_machine(machine, 600)
+    run_machine(machine, 400)
 
 
 @pytest.mark.slow

@@ -194,7 +194,7 @@ MACHINES = (MediaMachine, MediaConnectorMachine, MediaDraftMachine, SpanMachine,
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_random_steps(machine: type[PriorityMachine]) -> None:
-    run_machine(machine, 1000)
+    run_machine(machine, 700)
 
 
 @pytest.mark.slow

@@ -1215,7 +1215,7 @@ MACHINES = (
 )
 for machine in MACHINES:
     machine.TestCase.settings = settings(
-        max_examples=16,
+        max_examples=12,
         stateful_step_count=50,
         deadline=None,
         suppress_health_check=list(HealthCheck),

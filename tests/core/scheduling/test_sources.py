@@ -72,7 +72,7 @@ class UncachedSourceMachine(SourceMachine):
 
 @pytest.mark.parametrize("machine", [SourceMachine, UncachedSourceMachine])
 def test_random_steps(machine: type[PriorityMachine]) -> None:
-    run_machine(machine, 1500)
+    run_machine(machine, 1000)
 
 
 @pytest.mark.slow
