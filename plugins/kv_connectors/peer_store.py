@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +26,10 @@ from .peer_wire import Address, mac
 from .store import StoreConnector, StoreScheduler, StoreWorker
 from .threads import Job
 
+logger = logging.getLogger("jackfield.kv")
+
 MIN_SECRET = 16
+ANY_HOST = ("0.0.0.0", "::")
 MAX_WAITING = 16
 """Lookups that wait at once for blocks that a peer is still saving; further ones do not wait."""
 
@@ -38,7 +42,8 @@ class PeerStoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     listen: str | None = None
     """HOST:PORT where this engine serves what it has computed; without it, it serves nothing."""
     advertise: str | None = None
-    """HOST:PORT by which the others' `peers` name this engine, if that is not `listen`."""
+    """HOST:PORT by which the others' `peers` name this engine, if that is not `listen`, such as for
+    0.0.0.0."""
     peers: tuple[str, ...] = ()
     """HOST:PORT of each engine that is asked for blocks."""
     size_gib: Annotated[float, Meta(gt=0)] = 4.0
@@ -68,6 +73,8 @@ class PeerSettings(NamedTuple):
         serves, asks = role != "kv_consumer", role != "kv_producer"
         if listen is None and (role == "kv_producer" or options.advertise is not None):
             raise _wrong("listen", "give the HOST:PORT where this engine serves its blocks")
+        if advertised is not None and advertised.host in ANY_HOST:
+            raise _wrong("advertise", f"give the HOST:PORT by which peers name this {listen}")
         if not peers and (role == "kv_consumer" or listen is None):
             raise _wrong("peers", "give the HOST:PORT of each engine to ask")
         memory_bytes = int(options.size_gib * (1 << 30))
@@ -165,21 +172,32 @@ class PeerScheduler(StoreScheduler):
         self._waiters = ThreadPoolExecutor(MAX_WAITING, "jackfield-kv-handover")
         self._may_wait = threading.Semaphore(MAX_WAITING)
         self._last_save = -1
+        self._warned = False
 
     def submit_lookup(self, request: Request, keys: Sequence[bytes]) -> Future[int]:
         """Count what the peers have; of a prompt that was handed over, once it is saved."""
         handover = Handover.read(request.params.kv_transfer_params, self._settings.secret)
-        if (
-            handover is None
-            or handover.address not in self._settings.peers
-            or not self._may_wait.acquire(blocking=False)
-        ):
+        if handover is None or not self._is_peer(handover.address):
+            return super().submit_lookup(request, keys)
+        if not self._may_wait.acquire(blocking=False):
             return super().submit_lookup(request, keys)
         future = self._waiters.submit(
             self._peers.count_handed_over, keys, handover.address, handover.remote_transfer
         )
         future.add_done_callback(lambda _: self._may_wait.release())
         return future
+
+    def _is_peer(self, address: Address) -> bool:
+        if address in self._settings.peers:
+            return True
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "prompts are handed over by %s, which is none of this engine's peers: what is "
+                "still being saved there is not awaited (peers of one, advertise of the other)",
+                address,
+            )
+        return False
 
     def start_save(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]

@@ -175,7 +175,7 @@ class StoreScheduler:
     ) -> Sequence[int]:
         """Queue saves within the limit; the worker half skips stored blocks."""
         count = min(len(keys), self._room)
-        if not count or self._health.paused:
+        if count <= 0 or self._health.paused:
             return ()
         self.queue_save(Job(transfer, tuple(block_ids[:count]), tuple(keys[:count])))
         return block_ids[:count]

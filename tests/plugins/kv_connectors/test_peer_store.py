@@ -189,7 +189,9 @@ async def test_short_memory_keeps_the_head_of_a_prompt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["ticket", "transfer", "port", "type", "address"])
-async def test_what_no_peer_has_promised_is_not_awaited(change: str, tmp_path: Path) -> None:
+async def test_what_no_peer_has_promised_is_not_awaited(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also what a peer has promised, if this engine is not told to ask it."""
     where, elsewhere = reserved_address(), reserved_address()
     changes: dict[str, Any] = {
@@ -208,6 +210,8 @@ async def test_what_no_peer_has_promised_is_not_awaited(change: str, tmp_path: P
         (worker,) = peers.workers
         output = await finish(decode, following(prompt, **changes))
         assert output.num_cached_tokens == 0 and not worker.awaited.is_set()
+        warned = f"handed over by {elsewhere}, which is none" in caplog.text
+        assert warned == (change == "address"), "a client can fill the log, or an error is hidden"
         worker.may_save.set()
         await drained(prefill)
 
@@ -310,6 +314,7 @@ def test_prompts_are_retained_while_there_is_room(tmp_path: Path) -> None:
     transfers = [params["remote_transfer"] for _, params in results if params]
     assert transfers == [0, 1, 2, 3, 4, 5, 6, 6, 6]
     assert results[8][1]["remote_host"] == "node-1"  # type: ignore[index]
+    assert scheduler.start_save(9, finished(), [key(n) for n in range(9)], list(range(9))) == ()
     scheduler.update(KVReport(finished=(0, 1)))
     assert scheduler.request_finished(9, finished())[0]
     scheduler.close()
@@ -356,6 +361,8 @@ async def test_an_engine_computes_what_a_peer_promises_and_does_not_send(tmp_pat
         ("kv_both", {"peers": ["a:65536"]}, "peers"),
         ("kv_both", {"peers": ["::1:5"]}, "peers"),
         ("kv_both", {"listen": ":5"}, "listen"),
+        ("kv_producer", {"listen": "0.0.0.0:7100"}, "advertise"),
+        ("kv_producer", {"listen": "[::]:7100"}, "advertise"),
         ("kv_both", {"listen": "127.0.0.1:0"}, "listen"),
         ("kv_both", {"listen": "256.0.0.1:7100"}, "listen"),
         ("kv_both", {"peers": ["a:1"], "size_gib": 0}, "size_gib"),

@@ -145,6 +145,29 @@ def test_nobody_is_admitted_without_the_secret(proof: str) -> None:
             assert connection.recv(1) == b""
 
 
+@pytest.mark.parametrize("proof", ["none", "the client's"])
+def test_a_server_without_the_secret_is_asked_nothing(proof: str) -> None:
+    """It admits everybody, and would give false blocks."""
+    heard: list[bytes] = []
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(peer_wire.MAGIC + bytes(32))
+            said = bytes(peer_wire.receive(connection, 64, Limit(300)))
+            answer = bytes(32) if proof == "none" else said[32:]
+            connection.sendall(LAYOUT.fingerprint + answer)
+            heard.append(connection.recv(1))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with peers_at(Address(*listener.getsockname())) as peers:
+            assert peers.get(keys(1)) == []
+        thread.join(300)
+    assert heard == [b""]
+
+
 GARBAGE = {
     "a length above the limit": b"\xff" * 4,
     "no MessagePack": (5).to_bytes(4, "little") + b"\xc1" * 5,
