@@ -282,6 +282,7 @@ class PeerWorker(StoreWorker):
 
 
 class PeerConnector(StoreConnector):
+    shared = False
     worker_class: ClassVar[type[PeerWorker]] = PeerWorker
 
     @classmethod

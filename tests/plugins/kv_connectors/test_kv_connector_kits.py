@@ -77,7 +77,6 @@ class TestPeerStore(KVConnectorKit):
 
     name = RecordedPeers.name
     plugin = RecordedPeers()
-    shared = False
     wrong_options = {
         "secret_file": "/no/such/file",
         "listen": "7100",
