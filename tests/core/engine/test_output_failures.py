@@ -81,6 +81,7 @@ async def test_an_error_with_one_requests_output_ends_it_alone(
     async with engine_of() as engine:
         engine.core.events.wants_requests = True  # type: ignore[attr-defined]
         alone = (await final(engine.generate("One", LONG))).outputs[0].text
+        await final(engine.generate("One", POISON))  # What is made once for equal stops is there.
         failure = Once(monkeypatch, owner, name)
         params = [POISON, LONG, LONG, LONG]
         outputs = await asyncio.gather(*(final(engine.generate("One", p)) for p in params))
