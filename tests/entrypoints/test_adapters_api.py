@@ -124,7 +124,7 @@ def test_adapters_are_loaded_used_replaced_and_unloaded(
     )  # fmt: skip
     assert "text/plain" in answer.headers["Content-Type"]
     models = {model.id: model for model in client(server).models.list()}
-    assert set(models) == {MODEL, "first", "second"}
+    assert {MODEL, "first", "second"} <= models.keys()
     card = models["second"].to_dict()
     assert card["parent"] == MODEL and card["root"] == str(folder / "second")
 
