@@ -12,7 +12,7 @@ NULL_BLOCK = 0
 
 
 class RemovalWatch(Protocol):
-    """Is told which blocks hits find no more."""
+    """Follows which blocks hits no longer find."""
 
     def removed(self, key: bytes) -> None: ...
     def cleared(self) -> None: ...

@@ -47,7 +47,7 @@ def _has_vocabulary(backend: Backend) -> bool:
 
 
 def backend_from_transformers(folder: Path) -> tuple[Backend, dict[str, str]]:
-    """Return the tokenizer that transformers makes of a folder's files, and its special tokens by
+    """Return the tokenizer that transformers reads from a folder's files, and its special tokens by
     role. Raises LoadError."""
     kind = transformers_module().AutoTokenizer
     try:

@@ -78,7 +78,7 @@ class EventSocket:
         """Numbers and payloads, for replays."""
         self._kept_bytes = 0
         self._pub = zmq.Context().socket(zmq.PUB)
-        self._router = zmq.asyncio.Context().socket(zmq.ROUTER)
+        self._router: zmq.asyncio.Socket | None = None
         self._replays: asyncio.Task[None] | None = None
         try:
             self._open(options, member)
@@ -98,14 +98,14 @@ class EventSocket:
         )
         if options.replay_endpoint is None:
             return
-        router = self._router
+        router = self._router = zmq.asyncio.Context().socket(zmq.ROUTER)
         # A reader's replay and its end fit, though it says late what it has read.
         router.setsockopt(zmq.SNDHWM, 2 * (options.buffer_steps + 1))
         router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         router.copy_threshold = 0  # What waits for a reader is what is kept, not a copy.
         _bind(router, of_member(options.replay_endpoint, member, "replay_endpoint"),
               "replay_endpoint")  # fmt: skip
-        self._replays = asyncio.get_running_loop().create_task(self._answer())
+        self._replays = asyncio.get_running_loop().create_task(self._answer(router))
 
     def send(self, batch: object) -> None:
         """Publish a batch: it waits for slow readers, up to `hwm`, and not for others."""
@@ -124,27 +124,27 @@ class EventSocket:
         while self._kept_bytes > MAX_REPLAY_BYTES:
             self._kept_bytes -= len(kept.popleft()[1])
 
-    async def _answer(self) -> None:
+    async def _answer(self, router: zmq.asyncio.Socket) -> None:
         """Repeat batches from the number on that a reader asks for, one reader after the other."""
         while True:
             try:
-                frames = await self._router.recv_multipart()
+                frames = await router.recv_multipart()
                 if len(frames) == 3 and len(frames[2]) == 8:
-                    await self._repeat(frames[0], frames[2])
+                    await self._repeat(router, frames[0], frames[2])
                 else:
                     logger.debug("no request for KV events: %d frames", len(frames))
             except zmq.ZMQError as error:
                 logger.warning("KV events could not be repeated: %s", error)
                 await asyncio.sleep(0.1)
 
-    async def _repeat(self, reader: bytes, first: bytes) -> None:
+    async def _repeat(self, router: zmq.asyncio.Socket, reader: bytes, first: bytes) -> None:
         batches = [batch for batch in self._kept if batch[0] >= first]
         for count, (number, payload) in enumerate(batches, 1):
             message = (reader, b"", self._topic, number, payload)
-            await self._router.send_multipart(message, copy=False)
+            await router.send_multipart(message, copy=False)
             if count % REPLIES_AT_ONCE == 0:
                 await asyncio.sleep(0)
-        await self._router.send_multipart((reader, b"", b"", END, b""))
+        await router.send_multipart((reader, b"", b"", END, b""))
 
     async def close(self) -> None:
         if self._replays is not None:
@@ -154,8 +154,9 @@ class EventSocket:
 
     def _close_sockets(self) -> None:
         for socket in (self._pub, self._router):
-            socket.close(linger=0)
-            socket.context.term()
+            if socket is not None:
+                socket.close(linger=0)
+                socket.context.term()
 
 
 def _bind(socket: Any, endpoint: str, field: str) -> None:
