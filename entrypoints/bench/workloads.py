@@ -197,6 +197,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     system: int = 0
     """Tokens of a prefix common to all chats."""
     turns: int = 1
+    parts: tuple[tuple[int, int, int], ...] = ()
+    """Of a mix: (requests, prompt, output) of each part; they come in random order."""
     median: int = 0
     """If not 0, prompts are of log-normal lengths with this median, cut off to `prompt`."""
     streams: int = 0
@@ -230,6 +232,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             requests=less(self.requests, min(2, self.requests)),
             batches=tuple(dict.fromkeys(less(n) for n in self.batches)),
             concurrency=tuple(dict.fromkeys(less(n) for n in self.concurrency)),
+            parts=tuple((less(n), less(a, 2), less(b, 2)) for n, a, b in self.parts),
             system=less(self.system) if self.system else 0,
             turns=min(self.turns, less(self.turns, 2)),
         )
@@ -239,7 +242,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         """Longest sequence, with a margin."""
         prompt = max(self.prompt[1], *self.lengths, 0)
         longest = self.system + self.turns * (prompt + self.output[1])
-        return max(longest, sum(self.stream)) + 16
+        mixed = (prompt + output for _, prompt, output in self.parts)
+        return max(longest, sum(self.stream), *mixed) + 16
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -265,6 +269,16 @@ WORKLOADS: dict[str, Workload] = {
             id="W3", title="64 distinct prompts of 4096 tokens, one output token",
             kind="prefill", models=("Qwen3-8B",), prompt=(4096, 4096), requests=64, repeats=2,
             headline="prompt_tokens_per_second", higher_is_better=True,
+        ),
+        Workload(
+            id="long-prompts", title="4 distinct prompts of 32768 tokens, one output token",
+            kind="prefill", models=(), prompt=(32768, 32768), requests=4, repeats=3,
+            headline="prompt_tokens_per_second", higher_is_better=True,
+        ),
+        Workload(
+            id="mix", title="64 prompts of 6000 tokens with 32 out, 192 of 64 with 384, at once",
+            kind="batch", models=(), parts=((64, 6000, 32), (192, 64, 384)), requests=256,
+            repeats=2, headline="tokens_per_second", higher_is_better=True,
         ),
         Workload(
             id="W4", title="32 requests of 16384 tokens, 64 output tokens", kind="context",
@@ -362,6 +376,13 @@ def draw(
     count = requests or workload.requests
     if workload.mixed:
         return _draw_mixed(workload, usable, trial, count)
+    if workload.parts:
+        source = random.Random(f"{workload.id} {trial}")
+        sizes = [size for number, *size in workload.parts for _ in range(number)]
+        return [
+            BenchRequest(source.choices(range(usable), k=prompt), output, workload.temperature)
+            for prompt, output in source.sample(sizes, min(count, len(sizes)))
+        ]
     (low, high), (least, most) = workload.prompt, workload.output
     if workload.median:
         sizes, source = random.Random(f"{workload.id} {turn} {count}"), random.Random(trial)

@@ -32,14 +32,17 @@ from jackfield.entrypoints.bench.workloads import (
 def test_every_workload_in_process_gives_a_line(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     status = run(
-        ["run", "W1", "decode", "W2", "W3", "W4", "W7", "--scale", "0.01", "--batch-sizes", "1",
-         "3", "--repeats", "1", "--device", "cpu", "--attention-backend", "torch",
+        ["run", "W1", "decode", "W2", "mix", "W3", "long-prompts", "W4", "W7", "--scale",
+         "0.01", "--batch-sizes", "1", "3", "--repeats", "1", "--device", "cpu",
+         "--attention-backend", "torch",
          "--output", str(out)]
     )  # fmt: skip
     assert status == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     kinds = [line["workload"] for line in lines]
-    assert kinds == ["start", "W1", "decode", "decode", "W2", "W3", "W4", "W7"]
+    assert kinds == [
+        "start", "W1", "decode", "decode", "W2", "mix", "W3", "long-prompts", "W4", "W7",
+    ]  # fmt: skip
     for line in lines:
         assert line["date"] and line["commit"] and line["device"] and line["torch"]
         assert line["engine"] == "jackfield" and line["model"] == "embedded"
