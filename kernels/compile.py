@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
 import os
 import threading
@@ -16,6 +17,7 @@ import time
 import types
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,11 +46,18 @@ try:
 except ImportError:  # Another version of Triton, which hashes its files for the first kernel.
     triton_key = None
 
+try:
+    from triton.runtime.cache import get_cache_manager
+except ImportError:  # Another version of Triton: each start looks for what it may have to compile.
+    get_cache_manager = None
+
 logger = logging.getLogger("jackfield.kernels")
 
 MAX_THREADS = 16
 CACHED_SECONDS = 0.1
 """Between loading a compiled kernel (milliseconds) and compiling one (0.2 s or more)."""
+COMPLETE = "complete"
+"""A file beside Triton's compiled kernels: it has all that a configuration launches."""
 
 
 @triton.jit
@@ -157,12 +166,16 @@ class Precompiler:
     def __init__(self, device: torch.device, threads: int | None = None) -> None:
         self._device = device
         self._threads = threads or min(MAX_THREADS, _cores())
+        self._misses = _CacheMisses()
+        self._configuration: str | None = None
+        """Noted at the end as one whose kernels Triton's cache has."""
 
     def __enter__(self) -> Precompiler:
         self._began = time.monotonic()
         self._pool = _Compilers(self._device, self._threads)
         self._mode = AsyncCompileMode(self._pool, ignore_errors=True)
         self._mode.__enter__()
+        self._misses.listen()
         self._token = compile_only.set(True)
         return self
 
@@ -173,17 +186,75 @@ class Precompiler:
             self._mode.__exit__(*raised)
         finally:
             self._pool.shutdown()
+            self._misses.end()
+        failed = any(future.exception() is not None for future in self._pool.futures)
+        if self._configuration is not None and raised[0] is None and not failed:
+            with contextlib.suppress(OSError):
+                self._note(self._configuration).put("", COMPLETE)
         logger.info(
-            "%d kernels ready in %.2f s, %.2f s of it spent waiting for compilers",
+            "%d kernels ready in %.2f s, %.2f s of it spent waiting for compilers; %d were not in "
+            "Triton's cache",
             len(self._pool.futures),
             time.monotonic() - self._began,
             time.monotonic() - start,
+            self._misses.count,
         )
 
-    def compiles(self) -> bool:
-        """Whether any kernel had to be compiled; otherwise all kernels so far came from Triton's
-        cache."""
-        return bool(wait(self._pool.futures, timeout=CACHED_SECONDS).not_done)
+    def lacks(self, configuration: str) -> bool:
+        """Whether Triton's cache may lack kernels besides those so far: one of these was compiled,
+        or none of this configuration's precompilations ended well. If so, this one is to compile
+        all.
+        """
+        if get_cache_manager is None:
+            return True
+        futures = self._pool.futures
+        pending = wait(futures, timeout=CACHED_SECONDS).not_done
+        compiled = pending or self._misses.count or any(future.exception() for future in futures)
+        if not compiled and self._note(configuration).get_file(COMPLETE) is not None:
+            return False
+        self._configuration = configuration
+        return True
+
+    def _note(self, configuration: str) -> Any:
+        """Return where Triton's cache has the note on a configuration."""
+        device = "cpu"
+        if self._device.type == "cuda":
+            device = torch.cuda.get_device_name(self._device)
+        facts = configuration, device, torch.__version__, triton.__version__, sources()
+        return get_cache_manager(hashlib.sha256("\n".join(facts).encode()).hexdigest())
+
+
+@functools.cache
+def sources() -> str:
+    """Return a digest of the kernels' sources and of the tiles they are compiled with."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*")):
+        if path.suffix in (".py", ".json"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class _CacheMisses:
+    """Counts kernels that Triton compiles, not those that it loads from its cache."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: Any = None
+
+    def listen(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self._before = triton.knobs.compilation.listener
+            triton.knobs.compilation.listener = self._compiled
+
+    def end(self) -> None:
+        with contextlib.suppress(AttributeError):
+            if triton.knobs.compilation.listener == self._compiled:
+                triton.knobs.compilation.listener = self._before
+
+    def _compiled(self, *, cache_hit: bool = False, **facts: Any) -> None:
+        self.count += not cache_hit
+        if self._before is not None:
+            self._before(cache_hit=cache_hit, **facts)
 
 
 class _Compilers(ThreadPoolExecutor):

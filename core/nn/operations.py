@@ -35,8 +35,10 @@ __all__ = [
 class Precompiler(Protocol):
     """A period in which kernels are compiled and not launched."""
 
-    def compiles(self) -> bool:
-        """Whether any kernel requested so far has to be compiled."""
+    def lacks(self, configuration: str) -> bool:
+        """Whether kernels besides those requested so far may have to be compiled: one of these had
+        to be, or no period in which all of this configuration's were requested has ended well on
+        this host. `configuration`: what decides which kernels steps launch."""
 
 
 class Operations(

@@ -87,6 +87,14 @@ def test_after_a_precompiled_start_no_step_compiles_anything(
     assert completed.returncode == 0, completed.stderr[-3000:]
 
 
+@pytest.mark.slow
+def test_a_start_that_finds_some_kernels_in_the_cache_compiles_the_others(tmp_path: Path) -> None:
+    """Those of the first steps are there, from a start with fewer requests at once."""
+    for arguments in (("2",), ("12",), ("12",)):
+        completed = run("serve_launching.py", tmp_path, "qwen3", *arguments)
+        assert completed.returncode == 0, completed.stderr[-3000:]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", MODELS)
 def test_after_a_start_on_a_device_no_step_compiles_anything(model: str, tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import torch
 
 from ...config import EngineConfig
+from ...loading.model_config import ModelConfig
 from ...nn.operations import Operations
 from ...sampling_params import SamplingParams
 from ...step import SlotStart
@@ -38,11 +40,13 @@ class Warmup:
         self,
         runner: ModelRunner | PoolingRunner,
         config: EngineConfig,
+        model_config: ModelConfig,
         max_model_len: int,
         device: torch.device,
     ) -> None:
         """`config`: with a concrete `max_num_batched_tokens`."""
         assert config.max_num_batched_tokens is not None
+        self._model_config = model_config
         self._runner = runner
         self._config = config
         self._max_model_len = max_model_len
@@ -70,7 +74,7 @@ class Warmup:
                     variant.decode.precompile(1)
                     if variant.mixed is not None:
                         variant.mixed.precompile(variant.mixed.precompiled_keys()[0])
-                if kernels.compiles():
+                if kernels.lacks(what_decides_kernels(self._config, self._model_config)):
                     self._precompile_more(graphs)
         except Exception:
             # An error that is not due to precompilation itself occurs again at a launch.
@@ -239,3 +243,12 @@ class Warmup:
         for slot in slots:
             runner.sampling.release(slot)
         runner.sampling.upload()
+
+
+def what_decides_kernels(config: EngineConfig, model_config: ModelConfig) -> str:
+    """Return what decides which kernels steps launch, besides sources and the device: a
+    checkpoint's config.json where it has one, not where it lies."""
+    file = model_config.path / "config.json"
+    checkpoint = file.read_text() if file.is_file() else str(model_config.path)
+    options = msgspec.structs.replace(config, model="")
+    return f"{model_config.architecture} {options} {checkpoint}"

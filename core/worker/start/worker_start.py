@@ -516,7 +516,8 @@ class WorkerStart:
         return StepGraphs(runner, recorder, self._max_num_batched_tokens, self.ranks)
 
     def _warmup(self, runner: ModelRunner | PoolingRunner) -> Warmup:
-        return Warmup(runner, self.config, runner.batch.max_model_len, self.device)
+        length = runner.batch.max_model_len
+        return Warmup(runner, self.config, self.model_config, length, self.device)
 
 
 def check_logprobs_mode(config: EngineConfig, operations: Operations) -> None:

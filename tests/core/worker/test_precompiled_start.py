@@ -46,7 +46,7 @@ class Precompiling(Operations):
     def precompile(self, device: torch.device) -> contextlib.AbstractContextManager[Precompiling]:
         return self._precompile()
 
-    def compiles(self) -> bool:
+    def lacks(self, configuration: str) -> bool:
         if self.fails:
             raise RuntimeError("no room for a compiler")
         return True

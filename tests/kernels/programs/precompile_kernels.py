@@ -61,7 +61,7 @@ number = torch.zeros(1, dtype=torch.int32)
 with Precompiler(torch.device("cpu"), threads=2) as kernels:
     launch(slow, (1,))(torch.zeros(64, 64))
     silu_mul(x)
-    assert kernels.compiles()
+    assert kernels.lacks("a model")
     silu_mul(x.to(torch.bfloat16))
     silu_mul(x)
     launch(wrong, (1,))(number, SIZE=8)
@@ -84,9 +84,14 @@ assert sorted(name for name, _ in compiled) == [
 silu_mul(x)
 silu_mul(x.to(torch.bfloat16))
 assert launched == ["other", *["_gated_activation_kernel"] * 2] and len(compiled) == 5
-with Precompiler(torch.device("cpu"), threads=2) as kernels:
-    silu_mul(x)
-    assert not kernels.compiles()
+# The failures above left it open whether the cache has all.
+for lacks in (True, False):
+    with Precompiler(torch.device("cpu"), threads=2) as kernels:
+        silu_mul(torch.ones(2, 48))
+        assert kernels.lacks("a model") is lacks
+        other[(1,)](number)
+    with Precompiler(torch.device("cpu"), threads=2) as kernels:
+        assert kernels.lacks("another model") is lacks
 for _ in range(2):
     try:
         launch(wrong, (1,))(number, SIZE=8)
