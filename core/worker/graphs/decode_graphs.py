@@ -177,6 +177,11 @@ class DecodeGraphs:
             return key
         return best
 
+    def record_next(self) -> None:
+        """Record one more of those that are missing."""
+        if missing := self.missing():
+            self.record(*missing[0])
+
     def record(self, rows: int, ending: Ending, shared: bool = False) -> None:
         began = time.monotonic()
         key = DecodeKey(rows, ending, shared)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -144,6 +146,8 @@ class StepGraphs:
         self._drafted = next(routes, None)
         self._costs: StepCosts | None = None
         """Once all is recorded."""
+        self._round: Iterator[int] | None = None
+        """One recording of each kind, of which some are done."""
 
     @property
     def decode(self) -> DecodeGraphs:
@@ -205,20 +209,36 @@ class StepGraphs:
                 self._record_draft(drafts)
 
     @staticmethod
-    def _record_draft(drafts: DraftGraphs) -> bool:
-        """Record one more step with drafts; return whether more are left."""
-        missing = drafts.missing()
-        if missing:
+    def _record_draft(drafts: DraftGraphs) -> None:
+        """Record one more step with drafts."""
+        if missing := drafts.missing():
             drafts.record(*missing[0])
-        return len(missing) > 1
 
     def record_next(self) -> bool:
-        """Record one more of each kind of step that the runner uses; False: nothing is left."""
+        """Record one more step of those that the runner uses; False: nothing is left. A request
+        that comes meanwhile waits for it, so it is one at a time."""
         if self._runner.decode.graphs is None:
             return False
-        more = [self._record_more(variant) for variant in self.variants]
-        encodings = self.encoders is not None and self.encoders.record_next()
-        return any([self._record_passes(), encodings, *more])
+        for _ in range(2):
+            if self._round is None:
+                self._round = self._record_round()
+            if next(self._round, None) is not None:
+                return True
+            self._round = None  # What is missing may have changed since it began.
+        return False
+
+    def _record_round(self) -> Iterator[int]:
+        """Record one more of each kind, and yield after each."""
+        work: list[Callable[[], object]] = [self._record_passes]
+        if self.encoders is not None:
+            work.append(self.encoders.record_next)
+        for variant in self.variants:
+            work += self._recordings(variant)
+        for record in work:
+            before = self.num_recorded
+            record()
+            if self.num_recorded > before:
+                yield self.num_recorded
 
     def measure_next(self) -> bool:
         """Measure one more step for a speculator's widths, once all is recorded; False: nothing is
@@ -234,30 +254,26 @@ class StepGraphs:
             speculation.costs.append(cost)
         return cost is not None
 
-    def _record_passes(self) -> bool:
-        """Record one more of a speculator's model's; return whether more are left."""
+    def _record_passes(self) -> None:
+        """Record one more of a speculator's model's."""
         if self.passes is None or self._speculation is None:
-            return False
+            return
         try:
-            more = self.passes.record_next()
+            self.passes.record_next()
         except self._runner.record_errors as error:
             self._speculation.drafter.launch_passes(error)
-            return False
-        self._speculation.drafter.graphs = self.passes
-        return more
+        else:
+            self._speculation.drafter.graphs = self.passes
 
-    def _record_more(self, variant: Variant) -> bool:
+    def _recordings(self, variant: Variant) -> list[Callable[[], object]]:
+        """Return what records one more of each kind of a variant's steps."""
         runner, name = self._runner, variant.name
         if name is None:
             mixed = runner.mixed.graphs
         elif name in runner.decode.variants:
             mixed = runner.mixed.variants.get(name)
         else:
-            return False
-        missing = variant.decode.missing()
-        if missing:
-            variant.decode.record(*missing[0])
-        more = any([self._record_draft(drafts) for drafts in variant.drafts])
-        for _ in range(MIXED_TOGETHER):
-            more = (mixed is not None and mixed.record_next()) or more
-        return more or len(missing) > 1
+            return []
+        drafts = [functools.partial(self._record_draft, each) for each in variant.drafts]
+        prompts = [] if mixed is None else [mixed.record_next] * MIXED_TOGETHER
+        return [variant.decode.record_next, *drafts, *prompts]

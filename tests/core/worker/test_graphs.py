@@ -25,6 +25,7 @@ from jackfield.core.worker.graphs import decode_graphs
 from jackfield.core.worker.graphs.decode_graphs import DecodeKey
 from jackfield.core.worker.graphs.endings import Ending, row_counts
 from jackfield.core.worker.sampled import Sampled
+from jackfield.core.worker.start import step_graphs
 from jackfield.core.worker.worker import Worker
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
@@ -295,6 +296,28 @@ async def test_a_step_with_the_rows_of_the_last_one_is_launched_by_little(
     least = {count: min(numbers) for count, numbers in calls.items()}
     assert set(least) == {1, 4, 16} and len(set(least.values())) == 1, calls
     assert least[16] < 56, calls
+
+
+async def test_spare_time_records_one_step_after_another(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request waits for the recording in progress, and not for more."""
+    monkeypatch.setattr(step_graphs, "RECORDING_SECONDS", 0.0)
+    plugins = load_plugins()
+    plugins.add_plugin(Plugin(), Provenance("tests", "0", "graphs"))
+    config = EngineConfig(
+        model=str(checkpoint), device="cpu", dtype="float32", skip_tokenizer_init=True,
+        max_model_len=160, max_num_seqs=6, max_num_batched_tokens=128, operations="torch",
+        attention_backend="static", executor="static",
+    )  # fmt: skip
+    async with AsyncEngine(config, plugins=plugins) as engine:
+        executor: Any = engine.core.executor
+        graphs = executor._worker._started.graphs
+        counts = [graphs.num_recorded]
+        while await executor._thread.call(torch.inference_mode()(graphs.record_next)):
+            counts.append(graphs.num_recorded)
+        assert all(after == before + 1 for before, after in itertools.pairwise(counts))
+        assert len(counts) > 5 and not graphs.decode.missing()
 
 
 def test_row_counts_end_with_the_most_that_can_run() -> None:
