@@ -277,7 +277,6 @@ class EngineCore:
             self.scheduler,
             self.executor,
             steps_in_flight=self.info.steps_in_flight,
-            brief_steps_in_flight=self.info.brief_steps_in_flight,
             num_stages=self.info.num_stages,
             publish=self.outputs.publish,
             stepped=self._step_finished,

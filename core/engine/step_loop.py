@@ -71,19 +71,16 @@ class StepLoop:
         executor: Executor,
         *,
         steps_in_flight: int,
-        brief_steps_in_flight: int = 0,
         num_stages: int = 1,
         publish: Callable[[list[Update]], None],
         stepped: Callable[[StepPlan, StepResult], None],
         died: Callable[[BaseException], None],
         balancing: BalanceTimes | None = None,
     ) -> None:
-        """`brief_steps_in_flight`: as of `ExecutorInfo`. `balancing`: places experts by load; None:
-        never."""
+        """`balancing`: places experts by load; None: never."""
         self.scheduler = scheduler
         self.executor = executor
         self.steps_in_flight = steps_in_flight
-        self._brief_steps_in_flight = brief_steps_in_flight
         self._delays = num_stages == 1
         """Whether plans are delayed: the first of several stages needs them early."""
         self.publish = publish
@@ -271,14 +268,8 @@ class StepLoop:
         last_place = self._delays and len(in_flight) == self.steps_in_flight - 1
         return self._timing.delay() if last_place and in_flight else 0.0
 
-    def _has_place(self, in_flight: InFlight) -> bool:
-        """Return whether one more step may be in flight."""
-        if len(in_flight) < self.steps_in_flight:
-            return True
-        return len(in_flight) < self._brief_steps_in_flight and self._timing.is_brief()
-
     def _fill(self, in_flight: InFlight) -> None:
-        while self._has_place(in_flight) and not self._delay(in_flight):
+        while len(in_flight) < self.steps_in_flight and not self._delay(in_flight):
             start = self._timing.now()
             if self.timeline is not None:
                 self.timeline.begin()

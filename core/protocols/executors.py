@@ -195,9 +195,6 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     steps_in_flight: int = 2
     """Plans that are submitted before the result of the first one is there, at most. With stages,
     one more than these: the next step waits at the first stage."""
-    brief_steps_in_flight: int = 0
-    """The same while steps are so brief that the host takes about as long for the next one; 0: no
-    more."""
 
     @property
     def where(self) -> str:

@@ -18,8 +18,6 @@ MARGIN_SHARE = 0.05
 """Margin before the device needs a plan, plus this share of the running step."""
 SHORTEST_DELAY = 0.001
 """Shortest delay, by the timers' precision."""
-BRIEF_SECONDS = 0.001
-"""A briefer step may end before the host has planned and launched the next one."""
 CLASSES_PER_DOUBLING = 2
 """Classes of steps per doubling of tokens."""
 SHORT_STEP_SECONDS = 0.025
@@ -167,11 +165,6 @@ class PlanTiming:
         self._durations.add(plan, now - max(self._last_end, launched))
         self._note_host_seconds(max(launched - start, 0.0))
         self._last_end = now
-
-    def is_brief(self) -> bool:
-        """Return whether the last step in flight is expected to be brief."""
-        seconds = self._durations.expected(self._in_flight[-1][0]) if self._in_flight else 0.0
-        return 0.0 < seconds < BRIEF_SECONDS
 
     def pace(self) -> StepPace | None:
         """Return the device's pace for the current plan; None: unknown."""

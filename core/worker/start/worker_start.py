@@ -318,7 +318,6 @@ class WorkerStart:
             load_seconds=load_seconds,
             num_stages=self.ranks.pipeline.size,
             steps_in_flight=self._steps_in_flight,
-            brief_steps_in_flight=0 if graphs is None else self._brief_steps_in_flight,
             cache_groups=all_groups,
             num_snapshots=stages.num_snapshots,
             max_model_len=fitting,
@@ -391,13 +390,6 @@ class WorkerStart:
         """One per stage, and one waiting at the first."""
         return max(STEPS_IN_FLIGHT, self.ranks.pipeline.size + 1)
 
-    @property
-    def _brief_steps_in_flight(self) -> int:
-        """One more waits on a device that one process alone uses; others would have to hear of
-        it."""
-        alone = self.ranks.size == 1 and self.ranks.round is None
-        return STEPS_IN_FLIGHT + 1 if alone and self.device.type == "cuda" else 0
-
     def _start_context(
         self, model: nn.Module, operations: Operations, **layers: Any
     ) -> StartContext:
@@ -419,7 +411,7 @@ class WorkerStart:
             block_size=self.config.block_size,
             device=self.device,
             operations=operations,
-            steps_in_flight=max(self._steps_in_flight, self._brief_steps_in_flight),
+            steps_in_flight=self._steps_in_flight,
             max_tokens=self._max_num_batched_tokens,
             **sizes,
         )

@@ -255,47 +255,6 @@ class HandExecutor:
             self.futures[-1].set_result(StepResult(0, [1], [5]))
         return self.futures[-1]
 
-    def end_all(self) -> None:
-        """End all steps, also those to come."""
-        self.finished = True
-        for future in self.futures:
-            if not future.done():
-                future.set_result(StepResult(0, [1], [5]))
-
-
-async def let_run() -> None:
-    """Let the loop go on as far as it can."""
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
-@pytest.mark.parametrize(("seconds", "brief_steps", "planned_during"),
-                         [(0.0005, 3, 3), (0.0005, 0, 2), (0.002, 3, 2)])  # fmt: skip
-async def test_brief_steps_are_planned_further_ahead(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, brief_steps: int, planned_during: int
-) -> None:
-    """By the timing's clock, which moves only here."""
-    clock = Clock()
-    monkeypatch.setattr(step_loop, "PlanTiming", lambda: PlanTiming(clock))
-    executor = HandExecutor()
-    steps = StepLoop(
-        StubScheduler(), executor, steps_in_flight=2, brief_steps_in_flight=brief_steps,
-        publish=lambda updates: None, stepped=lambda plan, result: None, died=lambda error: None,
-    )  # fmt: skip
-    steps.start()
-    try:
-        for index in range(6):
-            await let_run()
-            clock.seconds += seconds
-            result = StepResult(0, [1], [5], device_seconds=seconds)
-            executor.futures[index].set_result(result)
-        await let_run()
-        in_flight = sum(not future.done() for future in executor.futures)
-    finally:
-        executor.end_all()
-        await steps.stop()
-    assert in_flight == planned_during
-
 
 @pytest.mark.parametrize(("arrived", "planned_during"), [(True, 1), (False, 2)])
 async def test_the_loop_plans_late_while_requests_arrive(
@@ -311,6 +270,10 @@ async def test_the_loop_plans_late_while_requests_arrive(
         stepped=lambda plan, result: None, died=lambda error: None,
     )  # fmt: skip
     steps.start()
+
+    async def let_run() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
 
     async def end(index: int) -> None:
         await let_run()
@@ -329,6 +292,9 @@ async def test_the_loop_plans_late_while_requests_arrive(
         await end(3)
         in_flight = sum(not future.done() for future in executor.futures)
     finally:
-        executor.end_all()
+        executor.finished = True
+        for future in executor.futures:
+            if not future.done():
+                future.set_result(StepResult(0, [1], [5]))
         await steps.stop()
     assert in_flight == planned_during
