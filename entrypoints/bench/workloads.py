@@ -378,10 +378,10 @@ def draw(
         return _draw_mixed(workload, usable, trial, count)
     if workload.parts:
         source = random.Random(f"{workload.id} {trial}")
-        sizes = [size for number, *size in workload.parts for _ in range(number)]
+        each = [size for number, *size in workload.parts for _ in range(number)]
         return [
             BenchRequest(source.choices(range(usable), k=prompt), output, workload.temperature)
-            for prompt, output in source.sample(sizes, min(count, len(sizes)))
+            for prompt, output in source.sample(each, min(count, len(each)))
         ]
     (low, high), (least, most) = workload.prompt, workload.output
     if workload.median:
