@@ -20,10 +20,10 @@ from jackfield.plugins.kv_connectors.peer_wire import Address, Ask, Limit, PeerE
 SECRET = b"sixteen bytes or more"
 
 
-def reserved_port() -> int:
+def reserved_port(number: int = 0) -> int:
     """A port of this host that the kernel gives to nobody who does not ask for it by number: the
     end of a connection keeps it for a minute, which hinders no server."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", number)) as listener:
         with socket.create_connection(listener.getsockname()) as client:
             connection, _ = listener.accept()
             connection.close()  # The side that closes first keeps the port.
@@ -33,6 +33,14 @@ def reserved_port() -> int:
 
 def reserved_address() -> str:
     return f"127.0.0.1:{reserved_port()}"
+
+
+def reserved_neighbours() -> tuple[str, str]:
+    """Addresses with one port and the next."""
+    while True:
+        first = reserved_port()
+        with contextlib.suppress(OSError, OverflowError):
+            return f"127.0.0.1:{first}", f"127.0.0.1:{reserved_port(first + 1)}"
 
 
 def secret_in(folder: Path, secret: bytes = SECRET) -> str:

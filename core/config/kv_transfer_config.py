@@ -25,6 +25,9 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Literal["recompute", "fail"],
         doc("What a request does when its KV cannot be loaded: compute it, or end with an error."),
     ] = "recompute"
+    member: Annotated[
+        int, doc("The engine's number, of several (data_parallel_size). The engine sets it.")
+    ] = 0
 
     @classmethod
     def read(cls, value: dict[str, Any] | KVTransferConfig) -> KVTransferConfig:

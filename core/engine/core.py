@@ -190,7 +190,7 @@ class EngineCore:
 
     async def _resolve(self) -> None:
         """Resolve the configuration while the executor prepares the device."""
-        unresolved, plugins = self.config, self.plugins
+        unresolved, plugins = self._numbered_config(), self.plugins
         check_names(unresolved, plugins)
         config = resolve_config(unresolved, plugins)
         executor_class = plugins["executor"].load(config.executor)
@@ -207,6 +207,13 @@ class EngineCore:
             resolve_runner, unresolved, config, model_config, plugins
         )
         self.config = resolve_parsers(config, self.model_config, plugins)
+
+    def _numbered_config(self) -> EngineConfig:
+        """Return the configuration with the engine's number, which the worker does not know."""
+        if (transfer := self.config.kv_transfer_config) is None:
+            return self.config
+        transfer = msgspec.structs.replace(transfer, member=self.member)
+        return msgspec.structs.replace(self.config, kv_transfer_config=transfer)
 
     def _build(self, texts: TextProcessor, events: PluginEvents) -> None:
         """Create the parts that need the executor's info, and begin stepping."""

@@ -54,7 +54,7 @@ def connect(
     compacts = config.compresses_kv
     setup = KVConnectorSetup(
         transfer=config.kv_transfer_config, layout=info.kv_layout, plugins=plugins,
-        compacts=compacts, notify=notify,
+        compacts=compacts, notify=notify, member=config.kv_transfer_config.member,
     )  # fmt: skip
     name = config.kv_transfer_config.kv_connector
     connector = plugins["kv_connector"].load(name)

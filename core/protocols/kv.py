@@ -55,6 +55,9 @@ class KVConnectorSetup:
     steps."""
     compacts: bool = False
     """Whether caches of requests are compacted (`EngineConfig.kv_compression`)."""
+    member: int = 0
+    """The engine's number, of several (`EngineConfig.data_parallel_size`); 0: the first, or the
+    only one."""
 
 
 class KVConnectorScheduler(Protocol):

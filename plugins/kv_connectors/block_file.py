@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from hashlib import blake2b
+from hashlib import sha256
 
 from ...core.protocols.kv import KVLayout
 
@@ -22,7 +22,7 @@ class BlockFormat:
     """Encodes and checks blocks of one layout.
 
     One tensor per layer and part of its cache, such as `layer.0.kv`: [count, block_size, *shape];
-    the metadata hold the block's key, the fingerprint and a BLAKE2b digest of the tensors.
+    the metadata hold the block's key, the fingerprint and a SHA-256 digest of the tensors.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -75,5 +75,5 @@ class BlockFormat:
         return {
             "key": key.hex(),
             "fingerprint": self.layout.fingerprint.hex(),
-            "blake2b": blake2b(block, digest_size=16).hexdigest(),
+            "sha256": sha256(block).hexdigest(),
         }

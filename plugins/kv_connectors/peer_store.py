@@ -22,7 +22,7 @@ from .copying import BlockCopier
 from .options import read_options
 from .peer_client import Peers, blocks_per_answer
 from .peer_server import BlockServer
-from .peer_wire import Address, mac
+from .peer_wire import MAX_PORT, Address, mac
 from .store import StoreConnector, StoreScheduler, StoreWorker
 from .threads import Job
 
@@ -40,7 +40,8 @@ class PeerStoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     secret_file: Annotated[str, Meta(min_length=1)]
     """File with a secret that all peers share, of 16 bytes at least."""
     listen: str | None = None
-    """HOST:PORT where this engine serves what it has computed; without it, it serves nothing."""
+    """HOST:PORT where this engine serves what it has computed; without it, it serves nothing. Of
+    several engines (`data_parallel_size`), each adds its number to this port and `advertise`'s."""
     advertise: str | None = None
     """HOST:PORT by which the others' `peers` name this engine, if that is not `listen`, such as for
     0.0.0.0."""
@@ -65,10 +66,11 @@ class PeerSettings(NamedTuple):
         """Raises ConfigError with the name of an invalid option."""
         options = read_options(setup.transfer.kv_connector_extra_config, PeerStoreOptions)
         role, form = setup.transfer.kv_role, BlockFormat(setup.layout)
-        listen = None if options.listen is None else _address("listen", options.listen)
-        advertised = listen
+        listen = advertised = None
+        if options.listen is not None:
+            listen = advertised = _own_address("listen", options.listen, setup.member)
         if options.advertise is not None:
-            advertised = _address("advertise", options.advertise)
+            advertised = _own_address("advertise", options.advertise, setup.member)
         peers = tuple(_address("peers", peer) for peer in options.peers)
         serves, asks = role != "kv_consumer", role != "kv_producer"
         if listen is None and (role == "kv_producer" or options.advertise is not None):
@@ -102,6 +104,14 @@ def _address(option: str, text: str) -> Address:
         return Address.read(text)
     except ValueError as error:
         raise _wrong(option, str(error)) from None
+
+
+def _own_address(option: str, text: str, member: int) -> Address:
+    """Return that of an engine, of several: each has a port of its own."""
+    host, port = _address(option, text)
+    if port + member > MAX_PORT:
+        raise _wrong(option, f"{text} leaves no port to engine {member} (data_parallel_size)")
+    return Address(host, port + member)
 
 
 def _read_secret(path: str) -> bytes:

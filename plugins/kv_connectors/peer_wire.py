@@ -25,6 +25,7 @@ ANSWER_SECONDS = 3.0
 """Most seconds for a handshake, or for one question with its answer."""
 HANDOVER_SECONDS = 6.0
 """Most seconds that an answer waits for blocks that are still being saved."""
+MAX_PORT = 65535
 MAX_KEYS = 4096
 """Keys of a question."""
 MAX_ASK = 256 << 10
@@ -58,7 +59,7 @@ class Address(NamedTuple):
             host = host[1:-1]
         elif ":" in host:
             host = ""
-        if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) <= MAX_PORT):
             raise ValueError(f"{text!r} is not HOST:PORT, such as 10.0.0.5:7100 or [fd00::5]:7100")
         return cls(host, int(port))
 

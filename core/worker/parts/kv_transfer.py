@@ -54,7 +54,7 @@ class KVTransferStart(PartStart):
         start, plugins = self._start, self._start.plugins
         setup = KVConnectorSetup(
             transfer=transfer, layout=layout, plugins=plugins, notify=self._notify,
-            compacts=start.config.compresses_kv,
+            compacts=start.config.compresses_kv, member=transfer.member,
         )  # fmt: skip
         connectors, name = plugins["kv_connector"], transfer.kv_connector
         connector = connectors.load(name)

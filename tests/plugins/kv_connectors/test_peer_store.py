@@ -7,9 +7,11 @@ import contextlib
 import socket
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import msgspec
 import pytest
 from kv_peers import (
@@ -18,6 +20,7 @@ from kv_peers import (
     be_patient,
     false_peer,
     reserved_address,
+    reserved_neighbours,
     secret_in,
 )
 from test_builtin_connectors import GREEDY, LAYOUT, SMALL, TOKENS, key, settled
@@ -28,8 +31,10 @@ from jackfield.core.errors import ConfigError
 from jackfield.core.parts.kv_transfer import KVReport
 from jackfield.core.protocols.kv import KVConnectorSetup
 from jackfield.core.registry import load_plugins
+from jackfield.core.remote import processes
 from jackfield.core.request import Request
 from jackfield.plugins.kv_connectors import peer_server, peer_store, peer_wire
+from jackfield.plugins.kv_connectors.multi import MultiConnector
 from jackfield.plugins.kv_connectors.peer_store import (
     Handover,
     PeerScheduler,
@@ -87,9 +92,12 @@ async def engine_with(
 
 
 async def finish(
-    engine: AsyncEngine, params: SamplingParams = GREEDY, tokens: list[int] = TOKENS
+    engine: AsyncEngine,
+    params: SamplingParams = GREEDY,
+    tokens: list[int] = TOKENS,
+    **options: Any,
 ) -> RequestOutput:
-    async for output in engine.generate(tokens, params):
+    async for output in engine.generate(tokens, params, **options):
         assert output.error is None
         last = output
     return last
@@ -132,6 +140,24 @@ async def test_a_prompt_is_computed_by_one_engine_and_its_outputs_by_another(
         assert output.kv_transfer_params is None
         await settled(prefill)
         assert (await finish(prefill)).kv_transfer_params is None
+
+
+async def test_each_of_several_engines_serves_at_a_port_of_its_own(tmp_path: Path) -> None:
+    where = reserved_neighbours()
+    extra = peer_config(tmp_path, listen=where[0])
+    transfer = {"kv_connector": "peer_store", "kv_connector_extra_config": extra}
+    config = EngineConfig(**SMALL, data_parallel_size=2, kv_transfer_config=transfer)
+    consumer = engine_with(RecordedPeers(), peer_config(tmp_path, peers=where), "kv_consumer")
+    with forked.processes_of(processes):
+        async with AsyncEngine(config) as prefill, consumer as decode:
+            for rank in range(2):
+                tokens = [5 + rank] * len(TOKENS)
+                prompt = await finish(prefill, PREFILL, tokens, data_parallel_rank=rank)
+                params = prompt.kv_transfer_params
+                assert params is not None
+                assert f"{params['remote_host']}:{params['remote_port']}" == where[rank]
+                output = await finish(decode, following(prompt), tokens)
+                assert output.num_cached_tokens == NUM_LOADED
 
 
 async def test_blocks_that_are_still_being_saved_are_awaited(tmp_path: Path) -> None:
@@ -402,6 +428,29 @@ def test_a_short_secret_and_an_address_in_use_are_refused(tmp_path: Path) -> Non
         extra = {"secret_file": secret_in(tmp_path), "listen": str(address)}
         with pytest.raises(ConfigError, match=r"listen: .* cannot be had"):
             worker_with("kv_producer", extra)
+
+
+def test_every_engine_needs_a_port(tmp_path: Path) -> None:
+    extra = peer_config(tmp_path, listen="127.0.0.1:65534", advertise="[fd00::5]:65000")
+    setup = setup_with("kv_producer", extra)
+    settings = PeerSettings.of(replace(setup, member=1))
+    assert settings.listen == ("127.0.0.1", 65535)
+    assert settings.advertised == ("fd00::5", 65001)
+    with pytest.raises(ConfigError, match=r"listen: .* no port to engine 2 .data_parallel_size"):
+        PeerSettings.of(replace(setup, member=2))
+
+
+def test_a_connector_among_others_knows_its_engine(tmp_path: Path) -> None:
+    extra = peer_config(tmp_path, listen="10.0.0.5:7100")
+    parts = [{"kv_connector": "peer_store", "kv_connector_extra_config": extra}]
+    transfer = KVTransferConfig(
+        kv_connector="multi", kv_connector_extra_config={"connectors": parts}
+    )
+    setup = replace(setup_with("kv_both", {}), transfer=transfer, member=3)
+    scheduler = MultiConnector.make_scheduler(setup)
+    _, params = scheduler.request_finished(7, finished())
+    assert params is not None and params["remote_port"] == 7103
+    scheduler.close()
 
 
 def test_addresses_of_both_families() -> None:
