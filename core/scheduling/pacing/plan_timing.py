@@ -32,6 +32,10 @@ DECODE_SHARE, BESIDE_SHARE = 0.2, 0.1
 """Weights of the last step of decode rows alone, and of the last one with prompts beside them."""
 BESIDE_TOKENS = 256
 """Fewest prompt tokens of a step that tells what one costs."""
+LATE_STEPS = 0.03
+"""Share of steps with prompts beside decode rows that may take longer than planned."""
+EXCESS_STEP, MOST_EXCESS = 0.01, 1.25
+"""How much the excess that is planned for follows one step, and its bound."""
 HOST_RISES, HOST_FALLS = 0.5, 0.02
 """Weights of a longer and of a shorter host time than expected."""
 HOST_SPIKE = 4.0
@@ -51,9 +55,12 @@ class StepPace(NamedTuple):
     """Of a step of the present decode rows alone."""
     beside_seconds: float = 0.0
     """Of each prompt token beside them, more than that; 0: unknown."""
+    excess: float = 1.0
+    """Of such steps' durations over these, which few exceed."""
 
     def tokens_in(self, seconds: float) -> int:
-        """Return the tokens of a step with prompts and decode rows that takes so long."""
+        """Return the tokens of a step with prompts and decode rows that seldom takes longer."""
+        seconds /= self.excess
         if self.beside_seconds:
             count = (seconds - self.decode_seconds) / self.beside_seconds
         else:
@@ -79,6 +86,7 @@ class StepDurations:
         self.decode_seconds = 0.0
         self.beside_seconds = 0.0
         """As in `StepPace`, but followed evenly: what streams are promised is no guess."""
+        self.excess = 1.0
 
     def add(self, plan: StepPlan, seconds: float) -> None:
         """Record a step's duration, unless its size is more than its tokens."""
@@ -103,8 +111,16 @@ class StepDurations:
         if not prompts:
             self.decode_seconds = _follow(self.decode_seconds, seconds, DECODE_SHARE)
         elif prompts >= BESIDE_TOKENS and seconds > self.decode_seconds:
+            if self.beside_seconds:
+                expected = self.decode_seconds + prompts * self.beside_seconds
+                self._note_excess(seconds > self.excess * expected)
             each = (seconds - self.decode_seconds) / prompts
             self.beside_seconds = _follow(self.beside_seconds, each, BESIDE_SHARE)
+
+    def _note_excess(self, late: bool) -> None:
+        """Rise with a late step as far as it falls in some thirty others: LATE_STEPS exceed it."""
+        self.excess += EXCESS_STEP * (1.0 - LATE_STEPS if late else -LATE_STEPS)
+        self.excess = min(max(self.excess, 1.0), MOST_EXCESS)
 
     def expected(self, plan: StepPlan) -> float:
         """Return a step's expected seconds; 0: unknown."""
@@ -179,6 +195,7 @@ class PlanTiming:
             short_step=max(1, round(count)) * SHORT_STEP_TOKENS,
             decode_seconds=self._durations.decode_seconds,
             beside_seconds=self._durations.beside_seconds,
+            excess=self._durations.excess,
         )
 
     def failed(self) -> None:

@@ -77,8 +77,9 @@ class DecodeGraphs:
         self._counts = row_counts(max_num_seqs)
         self._errors, self._in_traffic = errors, in_traffic
         self._shared_counts = [] if batch.prefixes is None else shared_row_counts(max_num_seqs)
-        self._shared_endings: list[Ending] = []
-        """Those of steps whose rows shared a prefix, which are recorded in spare time as well."""
+        self._shared_endings = list(endings[:1]) if self._shared_counts else []
+        """Recorded in spare time for rows that share a prefix, too: the first, and those of steps
+        whose rows did."""
         self._replays: dict[DecodeKey, Replay] = {}
         self._losses = Losses()
         self._inputs = DecodeInputs(batch, operations, max_num_seqs)
@@ -98,8 +99,8 @@ class DecodeGraphs:
     def missing(self) -> list[DecodeKey]:
         """Return what to record.
 
-        The largest first, as they share memory, then by halves, then the rest; logits last, and
-        what rows share if any did.
+        The largest first, as they share memory, then by halves, then the rest; then logits, and
+        last those of rows that share a prefix.
         """
         endings = [ending for ending in self._kinds if ending.samples]
         others = [ending for ending in self._kinds if not ending.samples]

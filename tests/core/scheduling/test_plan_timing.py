@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
@@ -216,6 +217,25 @@ def test_tokens_beside_decode_rows_follow_what_those_rows_and_prompts_take(clock
         run_step(timing, clock, rows, 0.0, 0.015)
         run_step(timing, clock, mixed, 0.0, 0.065)
     assert tokens_in(0.045) == 512, "a slower device is followed, too"
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.06])
+def test_few_steps_beside_decode_rows_are_longer_than_planned(clock: Clock, spread: float) -> None:
+    """Though their durations vary; half of them would be, by the mean."""
+    draw, timing, late = random.Random(3), PlanTiming(clock), 0
+    rows = StepPlan(step=1, slots=range(10), num_tokens=[1] * 10, samples=[True] * 10)
+    for number in range(1000):
+        pace = timing.pace()
+        tokens = 1024 if pace is None else pace.tokens_in(0.045)
+        mixed = StepPlan(
+            step=2, slots=range(11), num_tokens=[1] * 10 + [tokens], samples=[True] * 11
+        )
+        run_step(timing, clock, rows, 0.0, 0.015)
+        seconds = (0.015 + 0.000010 * tokens) * draw.gauss(1.0, spread)
+        run_step(timing, clock, mixed, 0.0, seconds)
+        late += number >= 200 and seconds > 0.045
+    assert late < 0.05 * 800
+    assert tokens > 2400, "3,000 fit without a spread"
 
 
 class StubScheduler:
