@@ -210,8 +210,10 @@ class Precompiler:
         futures = self._pool.futures
         pending = wait(futures, timeout=CACHED_SECONDS).not_done
         compiled = pending or self._misses.count or any(future.exception() for future in futures)
-        if not compiled and self._note(configuration).get_file(COMPLETE) is not None:
-            return False
+        if not compiled:
+            with contextlib.suppress(OSError):  # A cache that is not to be written to.
+                if self._note(configuration).get_file(COMPLETE) is not None:
+                    return False
         self._configuration = configuration
         return True
 
