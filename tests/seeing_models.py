@@ -800,6 +800,20 @@ FAMILIES: dict[str, Family] = {
             vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_9",
         ),
     ),
+    "Idefics2ForConditionalGeneration": Family(
+        {
+            "text_config": {**TEXT, "model_type": "mistral"}, "vision_config": TOWER,
+            "perceiver_config": {
+                "hidden_size": 64, "resampler_n_latents": 4, "resampler_depth": 2,
+                "resampler_n_heads": 4, "resampler_head_dim": 8, "num_key_value_heads": 2,
+            },
+            "image_token_id": 300,
+        },
+        "Idefics2ImageProcessorPil",
+        {"size": {"shortest_edge": 20, "longest_edge": 45}, "do_image_splitting": True},
+        ("<image>", "<fake_token_around_image>", "<end_of_utterance>"), "<image>",
+        own("Idefics2Processor", image_seq_len=4),
+    ),
     "Idefics3ForConditionalGeneration": Family(
         TILED, "Idefics3ImageProcessorPil", TILED_OPTIONS, TILES, "<image>",
         by_replacing(
@@ -979,8 +993,8 @@ def randomize(model: Any) -> None:
     """Change what is alike in a new model."""
     with torch.no_grad():
         for _name, parameter in model.named_parameters():
-            # Gains and biases that are all alike would hide faults of scale.
-            if parameter.dim() > 1 and not parameter.any():
+            # Gains and biases that are all alike would hide faults of scale; so would queries.
+            if parameter.dim() > 1 and (parameter == parameter.flatten()[0]).all():
                 parameter.normal_(0, 0.2)
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -27,6 +27,7 @@ MODELS = {
     "Glm4vMoeForConditionalGeneration": "qwen_vl:Glm4v",
     "GraniteSpeechForConditionalGeneration": "granite_speech:GraniteSpeech",
     "GlmOcrForConditionalGeneration": "qwen_vl:QwenPictures",
+    "Idefics2ForConditionalGeneration": "idefics2:Idefics2",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3",
     "InternVLChatModel": "internvl_chat:InternVLChat",
     "InternVLForConditionalGeneration": "internvl:InternVL",
