@@ -64,6 +64,7 @@ MODELS = {
     "Qwen3_5ForConditionalGeneration": "qwen_vl:Qwen35",
     "Qwen3_5MoeForConditionalGeneration": "qwen_vl:Qwen35",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3",
+    "UltravoxModel": "ultravox:Ultravox",
     "VoxtralForConditionalGeneration": "whisper_like:Voxtral",
 }
 """Architecture → module and class."""

@@ -64,7 +64,7 @@ GIVEN_AS_ROWS: dict[str, dict[str, dict[str, str]]] = {
     **dict.fromkeys(("Qwen2VL", "Qwen2_5_VL"), GRIDS_OF_VIDEOS),
     "LlavaOnevision": {"image": {}, "video": {}},
     "Mistral3": {"image": {"image_sizes": "image_sizes"}},
-    **dict.fromkeys(hearing_models.FAMILIES, RECORDINGS),
+    **dict.fromkeys((*hearing_models.FAMILIES, *published_models.HEARING), RECORDINGS),
 }
 """First letters of a family in the box → its `MediaModelKit.given_as_rows`."""
 
