@@ -327,6 +327,10 @@ TILED: dict[str, Any] = {
     "vision_config": {**TOWER, "image_size": 32, "patch_size": 8},
     "image_token_id": 300, "scale_factor": 2, "pad_token_id": 0,
 }  # fmt: skip
+FILM_OPTIONS = {
+    "video_sampling": {"fps": 1, "max_frames": 8, "video_size": {"longest_edge": 32}},
+    "max_image_size": {"longest_edge": 32},
+}  # fmt: skip
 TILED_OPTIONS = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 WINDOWS = {
@@ -823,7 +827,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "SmolVLMForConditionalGeneration": Family(
-        TILED, "SmolVLMImageProcessorPil", TILED_OPTIONS, TILES, "<image>",
+        TILED, "SmolVLMImageProcessorPil", TILED_OPTIONS, (*TILES, "<video>"), "<image>",
         by_replacing(
             "SmolVLMProcessor", "smolvlm", {"return_row_col_info": True}, image_token="<image>",
             fake_image_token="<fake_token_around_image>", global_image_token="<global-img>",
@@ -958,6 +962,8 @@ def save(architecture: str, folder: Path, **changes: Any) -> Any:
         getattr(transformers, family.processor)(**family.options).save_pretrained(folder)
     else:
         (folder / "preprocessor_config.json").write_text(json.dumps(family.options))
+    if architecture == "SmolVLMForConditionalGeneration":
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(FILM_OPTIONS))
     if hasattr(processor := family.reference(folder), "save_pretrained"):
         processor.save_pretrained(folder)
     return model

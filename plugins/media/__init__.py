@@ -63,7 +63,7 @@ MODELS = {
     "Qwen3VLMoeForConditionalGeneration": "qwen_vl:Qwen3VL",
     "Qwen3_5ForConditionalGeneration": "qwen_vl:Qwen35",
     "Qwen3_5MoeForConditionalGeneration": "qwen_vl:Qwen35",
-    "SmolVLMForConditionalGeneration": "idefics3:Idefics3",
+    "SmolVLMForConditionalGeneration": "smolvlm:SmolVLM",
     "UltravoxModel": "ultravox:Ultravox",
     "VoxtralForConditionalGeneration": "whisper_like:Voxtral",
 }

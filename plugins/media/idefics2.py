@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from .encoder import TransformersEncoder
 from .family import Pictures
 from .idefics3 import AROUND, PATCHES, in_patches
 from .processor import ImageProcessor
+from .text_runs import TextRuns
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,19 +25,9 @@ class Idefics2Processor(ImageProcessor):
     """A mark is before each run of rows, and behind the last one of pictures side by side."""
 
     def __init__(self, setup: MediaSetup) -> None:
-        import transformers
-
         super().__init__(setup)
-        self._tokenize = self.tokenizer()
         self._mark = self.token(AROUND)
-        create: Any = transformers.AutoTokenizer.from_pretrained  # Untyped.
-        self._text: Any = create(setup.folder)
-        self._added = frozenset(self._text.get_added_vocab().values())
-        word = self._tokenize("b a")[len(self._tokenize("b")) :]
-        self._begins_words = self._behind_mark("a") == word
-
-    def _behind_mark(self, text: str) -> list[int]:
-        return self._tokenize(f"{AROUND}{text}")[1:]
+        self._runs = TextRuns(setup.folder, self.tokenizer(), AROUND)
 
     def image(self, image: Image) -> ProcessedMedia:
         # Of parts that differ in size, the smaller ones are filled up.
@@ -67,13 +58,12 @@ class Idefics2Processor(ImageProcessor):
     def _spaced(self, tokens: list[int]) -> list[int]:
         """Return a text's tokens with a space before a word, unless the tokenizer itself takes what
         is behind a mark for the beginning of one."""
-        own = list(itertools.takewhile(lambda token: token not in self._added, tokens))
-        if self._begins_words or not own:
+        runs = self._runs
+        own = list(itertools.takewhile(lambda token: token not in runs.added, tokens))
+        text = None if runs.begins_words else runs.text(own)
+        if not text or text[0].isspace() or text[0] == "<":
             return tokens
-        text: str = self._text.decode(own, clean_up_tokenization_spaces=False)
-        if text[:1].isspace() or text[:1] == "<" or self._behind_mark(text) != own:
-            return tokens
-        return self._behind_mark(f" {text}") + tokens[len(own) :]
+        return runs.tokens(f" {text}") + tokens[len(own) :]
 
 
 class Idefics2Encoder(TransformersEncoder):
