@@ -716,7 +716,111 @@ PHI3 = Family(
     },
     ("<|image|>",), "<|image|>", phi3_reference,
 )  # fmt: skip
+# ---------------------------------------------------------------- Ultravox
+
+WHISPER: dict[str, Any] = {
+    "num_mel_bins": 16, "max_source_positions": 50, "d_model": 32, "encoder_layers": 2,
+    "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "init_std": 0.2,
+}  # fmt: skip
+
+
+class UltravoxModel(Published):
+    text_prefix = "language_model."
+
+    def create_text(self, config: dict[str, Any]) -> Any:
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
+
+    def create(self, config: dict[str, Any]) -> None:
+        from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+        self.audio_tower = WhisperEncoder(transformers.WhisperConfig(**WHISPER))
+        parts: dict[str, nn.Module] = {
+            "ln_pre": nn.RMSNorm(32 * 3, 1e-6), "linear_1": nn.Linear(32 * 3, 40, bias=False),
+            "linear_2": nn.Linear(20, 64, bias=False),
+        }  # fmt: skip
+        self.middle = config["projector_ln_mid"]
+        parts |= {"ln_mid": nn.RMSNorm(20, 1e-6)} if self.middle else {}
+        parts |= {} if self.middle else {"ln_post": nn.RMSNorm(64, 1e-6)}
+        self.multi_modal_projector = nn.ModuleDict(parts)
+
+    def rows(self, windows: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
+        return torch.cat([self.of_window(window, frames) for window, frames in windows])
+
+    def of_window(self, window: torch.Tensor, frames: int) -> torch.Tensor:
+        """window: [bands, frames], of which so many are not fill."""
+        tower, parts = self.audio_tower, self.multi_modal_projector
+        states = gelu(tower.conv2(gelu(tower.conv1(window)))).T
+        states = states + tower.embed_positions.weight[: len(states)]
+        true = (frames + 1) // 2
+        for layer in tower.layers:
+            own = layer.self_attn
+            normed = layer.self_attn_layer_norm(states)
+            query, key, value = (
+                project(rows).unflatten(-1, (4, 8)).transpose(0, 1)
+                for project, rows in (
+                    (own.q_proj, normed), (own.k_proj, normed[:true]), (own.v_proj, normed[:true]),
+                )
+            )  # fmt: skip
+            read = (query @ key.mT / 8**0.5).softmax(-1) @ value
+            states = states + own.out_proj(read.transpose(0, 1).flatten(1))
+            states = states + layer.fc2(gelu(layer.fc1(layer.final_layer_norm(states))))
+        states = tower.layer_norm(states)
+        fill = states.new_zeros(-len(states) % 3, 32)
+        stacks = torch.cat([states, fill]).view(-1, 3 * 32)
+        values, gate = parts["linear_1"](parts["ln_pre"](stacks)).split(20, dim=-1)
+        hidden = values * gate * gate.sigmoid()
+        hidden = parts["linear_2"](parts["ln_mid"](hidden) if self.middle else hidden)
+        return (hidden if self.middle else parts["ln_post"](hidden))[: -(-frames // 6)]
+
+
+gelu = nn.functional.gelu
+
+
+RESERVED = "<|reserved_special_token_0|>"
+"""Stands for a recording where `<|audio|>` has no embedding."""
+
+
+def ultravox_reference(folder: Path) -> Any:
+    """Each recording alone: in a batch, the published code fills shorter ones up."""
+    tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    extractor = transformers.WhisperFeatureExtractor(feature_size=16)
+
+    def process(images: Any, text: str, return_tensors: str) -> dict[str, Any]:
+        first, *others = text.split(RESERVED)
+        windows: list[tuple[torch.Tensor, int]] = []
+        for sound, words in zip(images or (), others, strict=True):
+            made = extractor(
+                sound, sampling_rate=16_000, padding="longest", pad_to_multiple_of=160,
+                truncation=False, return_attention_mask=True, return_tensors="pt",
+            )  # fmt: skip
+            total = int(made["attention_mask"].sum())
+            for start in range(0, total, 100):
+                window = made["input_features"][0, :, start : start + 100]
+                frames = window.shape[1]
+                fill = 100 - frames if start else 0
+                windows.append((nn.functional.pad(window, (0, fill)), frames))
+                first += RESERVED * -(-frames // 6)
+            first += words
+        inputs = dict(tokenizer(first, return_tensors="pt", add_special_tokens=False))
+        return {**inputs, **({"windows": windows} if windows else {})}
+
+    return process
+
+
+ULTRAVOX = Family(
+    UltravoxModel,
+    {
+        "architectures": ["UltravoxModel"], "model_type": "ultravox", "audio_model_id": None,
+        "audio_config": {**WHISPER, "model_type": "whisper"}, "audio_token_index": 320,
+        "hidden_size": 40, "projector_act": "swiglu", "projector_ln_mid": True, "stack_factor": 3,
+        "text_config": {**TEXT, "model_type": "llama"}, "text_model_id": None, "vocab_size": 320,
+    },
+    {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16},
+    (RESERVED, *(f"<|reserved_special_token_{number}|>" for number in range(1, 20)), "<|audio|>"),
+    RESERVED, ultravox_reference,
+)  # fmt: skip
 FAMILIES = {
+    "UltravoxModel": ULTRAVOX,
     "Phi3VForCausalLM": PHI3,
     "KimiVLForConditionalGeneration": KIMI,
     "InternVLChatModel": INTERN,
@@ -729,7 +833,7 @@ FAMILIES = {
         | {"architectures": ["MiniCPMO"], "model_type": "minicpmo", "version": "2.6"},
     ),
 }
-HEARING: tuple[str, ...] = ()
+HEARING = ("UltravoxModel",)
 """Those that take recordings."""
 
 
@@ -744,6 +848,7 @@ def save(architecture: str, folder: Path, **changes: Any) -> Any:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     template = TEMPLATE.replace("PICTURE", family.written)
+    template = template.replace("'image'", "'audio'") if architecture in HEARING else template
     tokenizer_with(family.specials, template).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(family.options))
     return model

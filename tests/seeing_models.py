@@ -327,6 +327,10 @@ TILED: dict[str, Any] = {
     "vision_config": {**TOWER, "image_size": 32, "patch_size": 8},
     "image_token_id": 300, "scale_factor": 2, "pad_token_id": 0,
 }  # fmt: skip
+FILM_OPTIONS = {
+    "video_sampling": {"fps": 1, "max_frames": 8, "video_size": {"longest_edge": 32}},
+    "max_image_size": {"longest_edge": 32},
+}  # fmt: skip
 TILED_OPTIONS = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 WINDOWS = {
@@ -800,6 +804,20 @@ FAMILIES: dict[str, Family] = {
             vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_9",
         ),
     ),
+    "Idefics2ForConditionalGeneration": Family(
+        {
+            "text_config": {**TEXT, "model_type": "mistral"}, "vision_config": TOWER,
+            "perceiver_config": {
+                "hidden_size": 64, "resampler_n_latents": 4, "resampler_depth": 2,
+                "resampler_n_heads": 4, "resampler_head_dim": 8, "num_key_value_heads": 2,
+            },
+            "image_token_id": 300,
+        },
+        "Idefics2ImageProcessorPil",
+        {"size": {"shortest_edge": 20, "longest_edge": 45}, "do_image_splitting": True},
+        ("<image>", "<fake_token_around_image>", "<end_of_utterance>"), "<image>",
+        own("Idefics2Processor", image_seq_len=4),
+    ),
     "Idefics3ForConditionalGeneration": Family(
         TILED, "Idefics3ImageProcessorPil", TILED_OPTIONS, TILES, "<image>",
         by_replacing(
@@ -809,7 +827,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "SmolVLMForConditionalGeneration": Family(
-        TILED, "SmolVLMImageProcessorPil", TILED_OPTIONS, TILES, "<image>",
+        TILED, "SmolVLMImageProcessorPil", TILED_OPTIONS, (*TILES, "<video>"), "<image>",
         by_replacing(
             "SmolVLMProcessor", "smolvlm", {"return_row_col_info": True}, image_token="<image>",
             fake_image_token="<fake_token_around_image>", global_image_token="<global-img>",
@@ -944,6 +962,8 @@ def save(architecture: str, folder: Path, **changes: Any) -> Any:
         getattr(transformers, family.processor)(**family.options).save_pretrained(folder)
     else:
         (folder / "preprocessor_config.json").write_text(json.dumps(family.options))
+    if architecture == "SmolVLMForConditionalGeneration":
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(FILM_OPTIONS))
     if hasattr(processor := family.reference(folder), "save_pretrained"):
         processor.save_pretrained(folder)
     return model
@@ -979,8 +999,8 @@ def randomize(model: Any) -> None:
     """Change what is alike in a new model."""
     with torch.no_grad():
         for _name, parameter in model.named_parameters():
-            # Gains and biases that are all alike would hide faults of scale.
-            if parameter.dim() > 1 and not parameter.any():
+            # Gains and biases that are all alike would hide faults of scale; so would queries.
+            if parameter.dim() > 1 and (parameter == parameter.flatten()[0]).all():
                 parameter.normal_(0, 0.2)
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -27,6 +27,7 @@ MODELS = {
     "Glm4vMoeForConditionalGeneration": "qwen_vl:Glm4v",
     "GraniteSpeechForConditionalGeneration": "granite_speech:GraniteSpeech",
     "GlmOcrForConditionalGeneration": "qwen_vl:QwenPictures",
+    "Idefics2ForConditionalGeneration": "idefics2:Idefics2",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3",
     "InternVLChatModel": "internvl_chat:InternVLChat",
     "InternVLForConditionalGeneration": "internvl:InternVL",
@@ -62,7 +63,8 @@ MODELS = {
     "Qwen3VLMoeForConditionalGeneration": "qwen_vl:Qwen3VL",
     "Qwen3_5ForConditionalGeneration": "qwen_vl:Qwen35",
     "Qwen3_5MoeForConditionalGeneration": "qwen_vl:Qwen35",
-    "SmolVLMForConditionalGeneration": "idefics3:Idefics3",
+    "SmolVLMForConditionalGeneration": "smolvlm:SmolVLM",
+    "UltravoxModel": "ultravox:Ultravox",
     "VoxtralForConditionalGeneration": "whisper_like:Voxtral",
 }
 """Architecture → module and class."""

@@ -44,15 +44,18 @@ def normalisation(
     return np.asarray(rows, dtype=np.float32)
 
 
-def resize_frames(frames: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return frames of this size, [frames, height, width, 3] uint8."""
+def resize_frames(
+    frames: np.ndarray, height: int, width: int, resample: int | None = None
+) -> np.ndarray:
+    """Return frames of this size, [frames, height, width, 3] uint8. resample: a filter of Pillow;
+    None: bicubic."""
     from PIL import Image
 
     if frames.shape[1:3] == (height, width):
         return frames
-    bicubic = Image.Resampling.BICUBIC
+    own = Image.Resampling.BICUBIC if resample is None else Image.Resampling(resample)
     return np.stack([
-        np.asarray(Image.fromarray(frame).resize((width, height), bicubic)) for frame in frames
+        np.asarray(Image.fromarray(frame).resize((width, height), own)) for frame in frames
     ])  # fmt: skip
 
 
@@ -67,6 +70,9 @@ class FrameVideo:
     sampling = Sampling(fps=None, num_frames=32)
     name: ClassVar[str] = FRAMES
     """Of the tensor of frames."""
+    mean: ClassVar[Sequence[float]] = CLIP_MEAN
+    deviation: ClassVar[Sequence[float]] = CLIP_DEVIATION
+    """Where the checkpoint does not say."""
 
     def __init__(self, setup: MediaSetup) -> None:
         """Raises ConfigError."""
@@ -74,7 +80,7 @@ class FrameVideo:
         self.placeholder_id = self.find_placeholder(setup)
         own = video_options(setup.folder)
         self._size = self.size(own, setup.config.vision_config.image_size)
-        self._normalisation = normalisation(own, CLIP_MEAN, CLIP_DEVIATION)
+        self._normalisation = normalisation(own, self.mean, self.deviation)
         text = json.dumps([type(self).__name__, self._size, self._normalisation.tolist()])
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
 

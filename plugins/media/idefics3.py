@@ -20,6 +20,14 @@ PATCHES = "patch_attention_mask"
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
+def in_patches(mask: np.ndarray, side: int) -> np.ndarray:
+    """Return which pixels of whole patches are a picture's: [tiles, height, width] → [tiles, rows,
+    side, columns, side]."""
+    rows, columns = (size // side for size in mask.shape[1:])
+    cut = np.asarray(mask, dtype=np.bool_)[:, : rows * side, : columns * side]
+    return cut.reshape(-1, rows, side, columns, side)
+
+
 class Idefics3Processor(ImageProcessor):
     def __init__(self, setup: MediaSetup) -> None:
         super().__init__(setup)
@@ -43,12 +51,9 @@ class Idefics3Processor(ImageProcessor):
                 tokens += self._tokenize("\n")
         tokens += self._tile(f"\n\n{AROUND}{WHOLE}" if rows else f"{AROUND}{WHOLE}")
         tokens += self._tokenize(AROUND)
-        side = self.config.vision_config.patch_size
-        mask = np.asarray(tensors["pixel_attention_mask"], dtype=np.bool_)[0]
-        height, width = (size // side for size in mask.shape[1:])
-        cut = mask[:, : height * side, : width * side].reshape(-1, height, side, width, side)
+        cut = in_patches(tensors["pixel_attention_mask"][0], self.config.vision_config.patch_size)
         return ProcessedMedia(
-            {"pixel_values": tensors["pixel_values"][0], PATCHES: cut.any((2, 4))},
+            {"pixel_values": tensors["pixel_values"][0], PATCHES: np.asarray(cut.any((2, 4)))},
             tokens,
             [token == self.placeholder_id for token in tokens],
         )

@@ -253,6 +253,7 @@ CONFIGS = {
     "step3_text": "Step3TextConfig",
     "telechat": "TelechatConfig",
     "TeleFLM": "TeleFLMConfig",
+    "ultravox": "whole_configs:UltravoxConfig",
 }
 """Model types that `transformers` does not know → class in `configs.py`, or "module:class"."""
 PLAIN = {

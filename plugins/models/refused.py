@@ -59,9 +59,6 @@ REFUSED = {
     "it reads pictures by code that only its checkpoint has": (
         "DeepseekVLV2ForCausalLM",
     ),
-    "it reads recordings by code that only its checkpoint has, and its text part is another's": (
-        "UltravoxModel",
-    ),
     "its experts are chosen by whether a token is text or a picture's": (
         "Ernie4_5_VLMoeForConditionalGeneration",
     ),
@@ -105,6 +102,6 @@ ELSEWHERE = (
     "Ernie4_5_VLMoeForConditionalGeneration", "MllamaForConditionalGeneration",
     "Fairseq2LlamaForCausalLM", "InklingForConditionalGeneration",
     "PanguProMoEV2ForCausalLM",
-    "StableLMEpochForCausalLM", "UltravoxModel",
+    "StableLMEpochForCausalLM",
 )  # fmt: skip
 """Those that other engines serve, and that `transformers` does not list as generative."""

@@ -33,7 +33,7 @@ BY_TYPE = (
     "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
     "Qwen3ASRForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration", "SmolVLMForConditionalGeneration",
-    "Step3VLForConditionalGeneration",
+    "Step3VLForConditionalGeneration", "UltravoxModel",
     "VideoLlama3ForConditionalGeneration", "VideoLlavaForConditionalGeneration",
     "VipLlavaForConditionalGeneration", "VoxtralForConditionalGeneration",
 )  # fmt: skip

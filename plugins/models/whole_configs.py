@@ -19,6 +19,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.whisper.configuration_whisper import WhisperConfig
 
 from ...core.errors import ConfigError
 from ...core.protocols.field_kinds import COUNT, INTEGER, OBJECT, POSITIVE, FieldKind
@@ -249,3 +250,32 @@ class Phi4MMConfig:
         dropped = {*cls.of_parts, "model_type", "auto_map", "vision_config"}
         own = {name: value for name, value in config_dict.items() if name not in dropped}
         return Phi4MultimodalConfig(**own, vision_config=vision, audio_config=audio)
+
+
+class UltravoxConfig:
+    """Ultravox, with all of its parts in one folder; the text part is read by its own type."""
+
+    config_fields: ClassVar[Mapping[str, FieldKind]] = {
+        "audio_config": OBJECT, "hidden_size": COUNT, "stack_factor": COUNT, "text_config": OBJECT,
+    }  # fmt: skip
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "audio_token_index": None, "hidden_size": 4096, "projector_act": "swiglu",
+        "projector_ln_mid": False, "stack_factor": 8, "tie_word_embeddings": False,
+    }  # fmt: skip
+    of_parts = ("audio_config", "auto_map", "model_type", "text_config", "vocab_size")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        for part in ("text", "audio"):
+            name = f"{part}_model_id"
+            if config_dict.get(name) is not None and not config_dict.get(f"{part}_config"):
+                raise wrong(
+                    name, config_dict[name],
+                    f"null, with that model's config.json as {part}_config and its weights in the "
+                    "folder: other repositories are not read",
+                )  # fmt: skip
+        own = {name: value for name, value in config_dict.items() if name not in cls.of_parts}
+        audio = dict(config_dict.get("audio_config") or {})
+        kind = audio.pop("model_type", "whisper")
+        made = WhisperConfig(**audio) if kind == "whisper" else Whole(**audio, model_type=kind)
+        return Whole(**{**cls.defaults, **own}, audio_config=made)

@@ -71,6 +71,8 @@ class Item(NamedTuple):
             height = TALLEST if family.same_length else self.height
             seconds = family.most_seconds * height / TALLEST
             return hearing_models.sound(self.seed, seconds)
+        if architecture in published_models.HEARING:
+            return hearing_models.sound(self.seed, 3 * self.height / TALLEST)
         return picture(self.seed, self.width, self.height)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -63,7 +64,7 @@ GIVEN_AS_ROWS: dict[str, dict[str, dict[str, str]]] = {
     **dict.fromkeys(("Qwen2VL", "Qwen2_5_VL"), GRIDS_OF_VIDEOS),
     "LlavaOnevision": {"image": {}, "video": {}},
     "Mistral3": {"image": {"image_sizes": "image_sizes"}},
-    **dict.fromkeys(hearing_models.FAMILIES, RECORDINGS),
+    **dict.fromkeys((*hearing_models.FAMILIES, *published_models.HEARING), RECORDINGS),
 }
 """First letters of a family in the box → its `MediaModelKit.given_as_rows`."""
 
@@ -356,3 +357,71 @@ async def test_an_item_of_a_whole_step_before_an_item_that_is_the_last_token(
             return
         with pytest.raises(InvalidRequest, match=f"take {count + 1} tokens|takes 20 tokens"):
             await anext(outputs)
+
+
+MARK = "<fake_token_around_image>"
+TEXTS = (
+    "one <image>", "<image> one", "<image>one two", "a<image><image>b <image>\nc", "<image><b",
+    f"<image>{MARK} one", f"a {MARK}<image>{MARK}two", "<image><end_of_utterance>one",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("words", ["bytes", "sentencepiece"])
+def test_idefics2_puts_marks_and_spaces_around_pictures_as_its_processor_does(
+    words: str, split: bool, tmp_path: Path
+) -> None:
+    name = "Idefics2ForConditionalGeneration"
+    config = save(name, tmp_path).config
+    images = transformers.Idefics2ImageProcessorPil(
+        size={"shortest_edge": 20, "longest_edge": 45}, do_image_splitting=split
+    )
+    images.save_pretrained(tmp_path)
+    if words == "sentencepiece":
+        write_sentencepiece(tmp_path)
+    theirs = FAMILIES[name].reference(tmp_path)
+    tokenizer = Tokenizer.load(str(tmp_path))
+
+    def tokenize(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    config.image_token_id = tokenize("<image>")[0]
+    ours = load_plugins()["media_model"].load(name).processor(
+        MediaSetup(tmp_path, config, tokenize=tokenize), "image"
+    )  # fmt: skip
+    for text in TEXTS:
+        if tokenize(text) != theirs.tokenizer(text, add_special_tokens=False)["input_ids"]:
+            assert words == "sentencepiece" and "> " in text  # A space is one more token in files.
+            continue
+        pictures = [picture(n, 96, 40 + 20 * n) for n in range(text.count("<image>"))]
+        want = theirs(images=pictures, text=text, add_special_tokens=False)["input_ids"][0]
+        arranged = ours.arranged(tokenize(text))
+        assert ours.arranged(arranged) == arranged
+        left, got = iter(pictures), list[int]()
+        for token in arranged:
+            here = token == ours.placeholder_id
+            got += ours.image(next(left)).token_ids if here else [token]
+        assert got == want, text
+
+
+def write_sentencepiece(folder: Path) -> None:
+    """A tokenizer in the form in which the published ones of Llama's and Mistral's were written:
+    the normalizer puts a space before each text."""
+    from tokenizers import AddedToken, decoders, models, normalizers
+    from tokenizers import Tokenizer as Backend
+
+    characters = ["<unk>", "<s>", "</s>", "▁", "\n", *"abcdenotw<"]
+    merges = [("▁", character) for character in characters[5:]]
+    vocabulary = {t: n for n, t in enumerate([*characters, *map("".join, merges)])}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    specials = ("<image>", MARK, "<end_of_utterance>")
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in specials])
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "LlamaTokenizer", "legacy": True, "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))

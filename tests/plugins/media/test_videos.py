@@ -17,12 +17,15 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from seeing_models import FAMILIES, picture, save
+from seeing_models import FAMILIES, TEMPLATE, picture, save, tokenizer_with
+from transformers.video_utils import VideoMetadata
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
-from jackfield.core.protocols.media import Sampling
+from jackfield.core.protocols.media import MediaSetup, Sampling, Video
+from jackfield.core.text.tokenizer import Tokenizer as TextTokenizer
 from jackfield.plugins.media.internvl import InternVLVideo
 from jackfield.plugins.media.qwen_video import Glm46Sampling, GlmSampling
+from jackfield.plugins.media.smolvlm import SmolVLM, SmolVLMSampling, SmolVLMVideo, in_words
 
 KINDS = (
     "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
@@ -393,3 +396,115 @@ async def test_gemma4_reads_frames_as_small_pictures(
         output = [each async for each in engine.generate(prompt, params)][-1]
     assert output.error is None and len(output.prompt_token_ids) == count
     assert list(output.outputs[0].token_ids) == out[0, count:].tolist()
+
+
+WORDS = {2: "two", 3: "three"}
+SMOLVLM = "SmolVLMForConditionalGeneration"
+RESERVED = "<|reserved_special_token_0|>"
+
+
+def save_smolvlm(folder: Path) -> Any:
+    """Save a model that has `<|reserved_special_token_0|>` and no `<video>`, as published."""
+    model = save(SMOLVLM, folder)
+    specials = (*FAMILIES[SMOLVLM].specials[:-1], RESERVED)
+    tokenizer_with(specials, TEMPLATE).save_pretrained(folder)
+    return model
+
+
+async def test_smolvlm_reads_frames_with_their_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two videos, in chunks that end inside them."""
+    kind: Any = importlib.import_module("transformers.models.smolvlm.processing_smolvlm")
+    monkeypatch.setattr(kind, "num2words", WORDS.__getitem__)
+    model = save_smolvlm(tmp_path)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    films = [
+        np.stack([np.asarray(picture(seed + number, 32, 32)) for number in range(count)])
+        for seed, count in ((10, 3), (20, 2))
+    ]
+    own = SimpleNamespace(
+        fake_image_token="<fake_token_around_image>", image_token="<image>", image_seq_len=4,
+        global_image_token="<global-img>",
+    )  # fmt: skip
+    texts, frames = ["See ", " or", "?"], []
+    text = texts[0]
+    for film_frames, words in zip(films, texts[1:], strict=True):
+        count = len(film_frames)
+        pixels = (torch.from_numpy(film_frames).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
+        metadata = VideoMetadata(count, 0.04, duration=count / 0.04, frames_indices=[*range(count)])
+        video = {"pixel_values": pixels[None], "video_metadata": [metadata]}
+        text += kind.SmolVLMProcessor.replace_video_token(own, video, 0) + words
+        frames.append(pixels)
+    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    with torch.no_grad():
+        out = model.generate(
+            **inputs, pixel_values=torch.cat(frames)[None], max_new_tokens=NEW, do_sample=False
+        )
+    count = inputs["input_ids"].shape[1]
+    prompt: Any = {
+        "prompt": RESERVED.join(texts),
+        "multi_modal_data": {"video": [(frames, 0.04) for frames in films]},
+    }
+    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+    async with engine_of(Made(tmp_path, model)) as engine:
+        output = [each async for each in engine.generate(prompt, params)][-1]
+    assert output.error is None
+    assert list(output.prompt_token_ids) == inputs["input_ids"][0].tolist()
+    assert list(output.outputs[0].token_ids) == out[0, count:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("total", "fps"), [(1, 4.0), (7, 3.0), (90, 29.97), (1979, 30.0), (2100, 30.0), (90_000, 25.0)]
+)
+def test_frames_are_chosen_as_smolvlm_does(total: int, fps: float) -> None:
+    kind: Any = importlib.import_module("transformers.models.smolvlm.video_processing_smolvlm")
+    metadata = VideoMetadata(total, fps, duration=total / fps)
+    own = SimpleNamespace(fps=1, num_frames=64)
+    chosen = kind.SmolVLMVideoProcessor.sample_frames(own, metadata).tolist()
+    assert SmolVLMSampling().indices(total, fps, 768) == chosen
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (1, "one"), (13, "thirteen"), (20, "twenty"), (64, "sixty-four"), (100, "one hundred"),
+        (101, "one hundred and one"), (768, "seven hundred and sixty-eight"),
+    ],
+)  # fmt: skip
+def test_numbers_of_frames_are_words(number: int, words: str) -> None:
+    assert in_words(number) == words
+
+
+def test_what_stands_for_a_smolvlm_video_becomes_one_text_with_what_is_beside_it(
+    tmp_path: Path,
+) -> None:
+    """With a tokenizer that joins line ends, and spaces with words."""
+    model = save_smolvlm(tmp_path)
+    written = json.loads((tmp_path / "tokenizer.json").read_text())
+    written["model"]["merges"] = [["Ċ", "Ċ"], ["Ġ", "Y"], ["Ġ", "t"]]
+    for number, token in enumerate(("ĊĊ", "ĠY", "Ġt"), 290):
+        del written["model"]["vocab"][f"<unused{number - 256}>"]
+        written["model"]["vocab"][token] = number
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+    own = TextTokenizer.load(str(tmp_path))
+    setup = MediaSetup(
+        tmp_path, model.config, tokenize=lambda text: own.encode(text, add_special_tokens=False)
+    )
+    ours = SmolVLM.processor(setup, "video")
+    assert isinstance(ours, SmolVLMVideo)
+    video = Video(np.zeros((2, 40, 60, 3), dtype=np.uint8), (0, 30), 24.0, 48)
+    item = ours.video(video)
+    assert item.tensors["pixel_values"].shape == (2, 3, 32, 32)
+    frame = f"<fake_token_around_image><global-img>{'<image>' * 4}<fake_token_around_image>"
+    whole = (
+        "You are provided the following series of two frames from a 0:00:02 [H:MM:SS] video.\n"
+        f"\nFrame from 00:00:{frame}\nFrame from 00:01:{frame}\n\n"
+    )
+    place = ours.placeholder_id
+    for text in ("@", "User: @", "User: @What?", "@@", "a@ b@\nc", "<end_of_utterance>@<image>"):
+        tokens = setup.tokenize(text.replace("@", RESERVED))  # type: ignore[misc]
+        arranged = ours.arranged(tokens)
+        assert ours.arranged(arranged) == arranged
+        got = [t for token in arranged for t in (item.token_ids if token == place else [token])]
+        assert got == setup.tokenize(text.replace("@", whole)), text  # type: ignore[misc]
