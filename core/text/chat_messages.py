@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from ..errors import InvalidRequest, shown
+from ..errors import InvalidRequest, shortened, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 PAIR_ROLES = ("query", "document")
@@ -62,9 +62,8 @@ def check_kwargs(kwargs: Mapping[str, Any]) -> None:
     for key in kwargs:
         reserved = key in RESERVED or key.startswith("_") or key.endswith("_token")
         if reserved or not key.isidentifier():
-            raise InvalidRequest(
-                f"chat_template_kwargs.{key}: is reserved", param=f"chat_template_kwargs.{key}"
-            )
+            field = f"chat_template_kwargs.{shortened(key)}"
+            raise InvalidRequest(f"{field}: is reserved", param=field)
 
 
 def guarded(value: Any, guard: Guard, path: str, depth: int = 0) -> Any:
@@ -164,7 +163,8 @@ def _check_message(
     role = message.get("role")
     if role not in roles:
         raise InvalidRequest(
-            f"{path}.role: must be one of {', '.join(roles)}, got {role!r}", param=f"{path}.role"
+            f"{path}.role: must be one of {', '.join(roles)}, got {shown(role)}",
+            param=f"{path}.role",
         )
     for name in ("name", "tool_call_id", *REASONING_FIELDS):
         _check_field(message, name, str | None, "a string", path)
@@ -208,7 +208,7 @@ def _check_content(
         if field is None:
             raise InvalidRequest(
                 f'{path}[{index}]: must be {{"type": "text", "text": "…"}}; '
-                f"{kind!r} parts are not supported",
+                f"{shown(kind)} parts are not supported",
                 param=f"{path}[{index}]",
             )
         if not isinstance(part.get(field), str):
@@ -233,7 +233,7 @@ def _check_calls(calls: Any, path: str) -> list[dict[str, Any]]:
         kind = call.get("type", "function") if isinstance(call, Mapping) else "function"
         if kind not in ("function", None):
             raise InvalidRequest(
-                f'{where}.type: must be "function", got {kind!r}', param=f"{where}.type"
+                f'{where}.type: must be "function", got {shown(kind)}', param=f"{where}.type"
             )
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
