@@ -12,7 +12,11 @@ def shown(value: object) -> str:
     """Return the repr of a refused value for an error message, shortened if it is long."""
     if isinstance(value, str | bytes | list | tuple):
         value = value[:SHOWN]  # The repr of a container with a million items would take too long.
-    text = repr(value)
+    return shortened(repr(value))
+
+
+def shortened(text: str) -> str:
+    """Return a text of the caller's for an error message, without the rest of a long one."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
@@ -21,7 +25,7 @@ def listed(names: Iterable[str], limit: int = 8) -> str:
     others."""
     items = list(names)
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more
+    return ", ".join(map(shortened, items[:limit])) + more
 
 
 class JackfieldError(Exception):

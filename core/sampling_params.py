@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from .errors import InvalidRequest, shown
+from .errors import InvalidRequest, shortened, shown
 
 
 class OutputKind(enum.StrEnum):
@@ -387,7 +387,7 @@ def kv_compression_from(value: str | bool | dict[str, Any]) -> KVCompressionPara
         if name not in ("ratio", "budget"):
             raise InvalidRequest(
                 f"kv_compression: {shown(name)} is neither ratio nor budget",
-                param=f"kv_compression.{name}",
+                param=f"kv_compression.{shortened(name)}",
             )
     return KVCompressionParams(**value)
 
@@ -398,7 +398,7 @@ def structured_outputs_from(fields: dict[str, Any]) -> StructuredOutputsParams:
     for name in fields:
         if name not in names:
             raise InvalidRequest(
-                f"structured_outputs: {name!r} is none of {', '.join(names)}",
-                param=f"structured_outputs.{name}",
+                f"structured_outputs: {shown(name)} is none of {', '.join(names)}",
+                param=f"structured_outputs.{shortened(name)}",
             )
     return StructuredOutputsParams(**fields)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import torch
@@ -16,6 +15,7 @@ from ..core.config import EngineConfig
 from ..core.errors import JackfieldError
 from ..core.loading.build import construct_model
 from ..core.loading.model_config import resolve_model_config
+from ..core.local_path import local_path
 from ..core.nn.operations import Operations
 from ..core.parallel.ranks import ONE_RANK
 from ..core.registry import Plugins
@@ -76,7 +76,7 @@ def adapter_report(plugins: Plugins, path: str, model: str = "") -> AdapterRepor
         report.format = asyncio.run(Finder(EngineConfig(), plugins).format_at(path))
         registry = plugins["adapter_format"]
         with registry.calling(report.format, "read"):
-            file: AdapterFile = registry.load(report.format).read(Path(path).expanduser())
+            file: AdapterFile = registry.load(report.format).read(local_path(path))
         _describe(report, file)
         if sites is not None:
             sites.changes(file)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..errors import NotFound, PluginError, shown
+from ..local_path import local_path
 from ..registry import Plugins
 
 MAX_RESOLVING = 16
@@ -31,7 +32,7 @@ class Finder:
         return await asyncio.to_thread(self._format_at, path)
 
     def _format_at(self, path: str) -> str:
-        place = Path(path).expanduser()
+        place = local_path(path)
         try:
             there = place.exists()
         except (OSError, ValueError):

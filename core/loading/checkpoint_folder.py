@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from ..errors import CheckpointNotFound, LoadError
+from ..local_path import is_file, is_folder, local_path
 from .hub import CHECKPOINT_FILES, fetch_snapshot
 
 MODELS = Path(__file__).resolve().parents[2] / "plugins" / "models"
@@ -22,17 +23,17 @@ def checkpoint_folder(
         if not (EMBEDDED_MODEL / "config.json").is_file():
             raise LoadError("the embedded model is missing from this installation", param="model")
         return EMBEDDED_MODEL
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    folder = local_path(model)
+    if is_folder(folder):
         return folder
-    if folder.is_file():
+    if is_file(folder):
         raise CheckpointNotFound(
             f"model: {model!r} is a file; name the folder with config.json and the weights",
             param="model",
         )
     if re.fullmatch("[a-z-]+", model):
         own = MODELS / model.replace("-", "_")
-        if (own / "config.json").is_file():
+        if is_file(own / "config.json"):
             return own
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointNotFound(

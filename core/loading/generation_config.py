@@ -10,6 +10,7 @@ import msgspec
 
 from ..config import EngineConfig
 from ..errors import ConfigError, InvalidRequest
+from ..local_path import is_file, local_path
 from ..sampling_params import SamplingParams
 from .json_file import read_object
 
@@ -46,8 +47,8 @@ def read_generation_config(folder: Path, config: EngineConfig) -> dict[str, Any]
     Raises ConfigError for a named folder without one, LoadError if unreadable.
     """
     if config.generation_config not in ("auto", "vllm"):
-        folder = Path(config.generation_config).expanduser()
-        if not (folder / FILE).is_file():
+        folder = local_path(config.generation_config)
+        if not is_file(folder / FILE):
             raise ConfigError(
                 f"generation_config: must be 'auto', 'vllm' or a folder with {FILE}, got "
                 f"{config.generation_config!r}",

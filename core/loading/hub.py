@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..errors import LoadError
+from ..local_path import local_path
 
 CHECKPOINT_FILES = (
     "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model", "*.txt",
@@ -46,7 +47,7 @@ def fetch_snapshot(
     """
     from huggingface_hub import snapshot_download
 
-    cache = None if download_dir is None else Path(download_dir).expanduser()
+    cache = None if download_dir is None else local_path(download_dir)
     blobs = repo_folder(repo, cache) / "blobs"
     checked = frozenset[str]() if check_all else _names(blobs)
     wrong: list[Path] = []

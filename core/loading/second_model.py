@@ -10,7 +10,6 @@ import dataclasses
 import logging
 from collections.abc import Collection, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,8 +17,9 @@ import torch
 from torch import nn
 
 from ..config import EngineConfig
-from ..errors import LoadError, listed
+from ..errors import LoadError, listed, shown
 from ..live.worker_jobs import TensorPart, WeightCount
+from ..local_path import is_folder, local_path
 from ..nn.operations import Operations
 from ..parallel.ranks import Ranks
 from ..registry import Plugins
@@ -122,9 +122,9 @@ class SecondModel:
         self._check_open()
         if self._read or self._names or self._parts:
             raise LoadError("an update is either read from files, once, or sent as tensors")
-        folder = Path(path).expanduser()
-        if not folder.is_dir():
-            raise LoadError(f"model_path: {path} is no folder on the engine's machine")
+        folder = local_path(path)
+        if not is_folder(folder):
+            raise LoadError(f"model_path: {shown(path)} is no folder on the engine's machine")
         config = self._config
         load_format = load_format or ("auto" if config.load_format == "dummy" else "")
         if load_format:

@@ -137,7 +137,7 @@ def split(
                 named = getattr(part, "kind", kind)
                 because = f": {reason}" if reason else ""
                 raise InvalidRequest(
-                    f"{field}: {named!r} parts are not supported; this server takes "
+                    f"{field}: {shown(named)} parts are not supported; this server takes "
                     f"{' and '.join(('text', *modalities))}{because}",
                     param=field,
                 )

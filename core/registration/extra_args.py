@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
-from ..errors import ConfigError, InvalidRequest
+from ..errors import ConfigError, InvalidRequest, shown
 from ..protocols.logits_processors import LogitsProcessor
 from ..protocols.parts import StepPart
 from ..sampling_params import SamplingParams
@@ -51,9 +51,9 @@ class ExtraArgs:
         for key in params.extra_args:
             if key not in names:
                 raise InvalidRequest(
-                    f"extra_args (vllm_xargs): no active logits processor or part reads {key!r} "
+                    f"vllm_xargs: no active logits processor or part reads {shown(key)} "
                     f"(there are: {', '.join(sorted(names)) or 'none'})",
-                    param="extra_args",
+                    param="vllm_xargs",
                 )
         for registry, name, reader in self._readers:
             if not reader.parameters.isdisjoint(params.extra_args):

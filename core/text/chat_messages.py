@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, shortened, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 PAIR_ROLES = ("query", "document")
@@ -62,9 +62,8 @@ def check_kwargs(kwargs: Mapping[str, Any]) -> None:
     for key in kwargs:
         reserved = key in RESERVED or key.startswith("_") or key.endswith("_token")
         if reserved or not key.isidentifier():
-            raise InvalidRequest(
-                f"chat_template_kwargs.{key}: is reserved", param=f"chat_template_kwargs.{key}"
-            )
+            field = f"chat_template_kwargs.{shortened(key)}"
+            raise InvalidRequest(f"{field}: is reserved", param=field)
 
 
 def guarded(value: Any, guard: Guard, path: str, depth: int = 0) -> Any:
@@ -96,17 +95,38 @@ def check_tools(
     if not isinstance(tools, list | tuple):
         raise InvalidRequest(f"tools: must be a list, got {type(tools).__name__}", param="tools")
     for index, tool in enumerate(tools):
-        path = f"tools[{index}]"
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping):
-            raise InvalidRequest(
-                f'{path}: must be {{"type": "function", "function": {{…}}}}', param=path
-            )
-        if not isinstance(function.get("name"), str) or not function["name"]:
-            raise InvalidRequest(
-                f"{path}.function.name: must be a non-empty string", param=f"{path}.function.name"
-            )
+        check_tool(tool, f"tools[{index}]")
     return [guarded(tool, guard, f"tools[{i}]") for i, tool in enumerate(tools)]
+
+
+def check_tool(tool: Any, path: str) -> None:
+    """Raise InvalidRequest with the field's path unless it is a function with fields of the right
+    types."""
+    kind = tool.get("type", "function") if isinstance(tool, Mapping) else "function"
+    if kind != "function":
+        raise InvalidRequest(
+            f"{path}.type: must be function, got {shown(kind)}", param=f"{path}.type"
+        )
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise InvalidRequest(
+            f'{path}: must be {{"type": "function", "function": {{…}}}}', param=path
+        )
+    path = f"{path}.function"
+    if not function.get("name"):
+        raise InvalidRequest(f"{path}.name: must be a non-empty string", param=f"{path}.name")
+    for name, kinds, what in (
+        ("name", str, "a non-empty string"),
+        ("description", str | None, "a string"),
+        ("parameters", Mapping | None, "a JSON schema"),
+        ("strict", bool | None, "true or false"),
+    ):
+        _check_field(function, name, kinds, what, path)
+
+
+def _check_field(fields: Mapping[str, Any], name: str, kinds: Any, what: str, path: str) -> None:
+    if not isinstance(fields.get(name), kinds):
+        raise InvalidRequest(f"{path}.{name}: must be {what}", param=f"{path}.{name}")
 
 
 def check_documents(documents: Any, guard: Guard) -> list[Any] | None:
@@ -143,8 +163,11 @@ def _check_message(
     role = message.get("role")
     if role not in roles:
         raise InvalidRequest(
-            f"{path}.role: must be one of {', '.join(roles)}, got {role!r}", param=f"{path}.role"
+            f"{path}.role: must be one of {', '.join(roles)}, got {shown(role)}",
+            param=f"{path}.role",
         )
+    for name in ("name", "tool_call_id", *REASONING_FIELDS):
+        _check_field(message, name, str | None, "a string", path)
     checked = {key: value for key, value in message.items() if value is not None}
     content = _check_content(message.get("content"), f"{path}.content", modalities)
     if content is None and role != "assistant":
@@ -185,7 +208,7 @@ def _check_content(
         if field is None:
             raise InvalidRequest(
                 f'{path}[{index}]: must be {{"type": "text", "text": "…"}}; '
-                f"{kind!r} parts are not supported",
+                f"{shown(kind)} parts are not supported",
                 param=f"{path}[{index}]",
             )
         if not isinstance(part.get(field), str):
@@ -206,16 +229,17 @@ def _check_calls(calls: Any, path: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list | tuple):
         raise InvalidRequest(f"{path}: must be a list", param=path)
     for index, call in enumerate(calls):
-        where = f"{path}[{index}].function"
+        where = f"{path}[{index}]"
         kind = call.get("type", "function") if isinstance(call, Mapping) else "function"
         if kind not in ("function", None):
             raise InvalidRequest(
-                f'{path}[{index}].type: must be "function", got {kind!r}',
-                param=f"{path}[{index}].type",
+                f'{where}.type: must be "function", got {shown(kind)}', param=f"{where}.type"
             )
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise InvalidRequest(f"{where}.name: must be a string", param=f"{where}.name")
+            field = f"{where}.function.name"
+            raise InvalidRequest(f"{field}: must be a string", param=field)
+        _check_field(call, "id", str | None, "a string", where)
     return [dict(call) for call in calls]
 
 

@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from ..errors import ConfigError, LoadError, shown
+from ..local_path import is_file
 from ..registration.checkpoint_formats import AUTO, tokenizer_format
 from ..registration.registered import Registry
 
@@ -109,7 +110,7 @@ def template_text(template: str) -> str:
     if "{" in template or "\n" in template:
         return template
     file = Path(template)
-    if not file.is_file():
+    if not is_file(file):
         raise ConfigError(
             f"chat_template: {template!r} is no file, and no Jinja text", param="chat_template"
         )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ...core.errors import shown
 from ..http.context import encoder
 from .inprocess import RouteResponse
 
@@ -111,16 +112,16 @@ class LineReader:
         if before != number:
             return wrong(
                 "duplicate_custom_id",
-                f"custom_id: {request.custom_id!r} is that of line {before} too",
+                f"custom_id: {shown(request.custom_id)} is that of line {before} too",
                 "custom_id",
             )
         if request.method != "POST":
             return wrong(
-                "invalid_method", f"method: must be POST, got {request.method!r}", "method"
+                "invalid_method", f"method: must be POST, got {shown(request.method)}", "method"
             )
         if request.url not in self.urls:
             urls = ", ".join(self.urls)
-            return wrong("invalid_url", f"url: must be {urls}; got {request.url!r}", "url")
+            return wrong("invalid_url", f"url: must be {urls}; got {shown(request.url)}", "url")
         for field in ("stream", "background"):
             if request.body.get(field):
                 return wrong(

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ...core.errors import InvalidRequest
+from ...core.errors import InvalidRequest, shown
 from ...core.recording.private_files import private_opener
 from ..http.auth.tenants import tenant_of
 from ..http.context import reply
@@ -122,7 +122,7 @@ def _file_object(file_id: str, fields: dict[str, str], name: str | None, size: i
         raise InvalidRequest("file: is empty", param="file")
     if fields.get("purpose") != "batch":
         raise InvalidRequest(
-            f"purpose: must be batch, got {fields.get('purpose')!r}", param="purpose"
+            f"purpose: must be batch, got {shown(fields.get('purpose'))}", param="purpose"
         )
     now = int(time.time())
     expires: int | None = None
@@ -153,7 +153,7 @@ async def list_files(request: web.Request) -> web.Response:
     limit = _limit(request, 10_000, 10_000)
     order = request.query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order: must be asc or desc, got {order!r}", param="order")
+        raise InvalidRequest(f"order: must be asc or desc, got {shown(order)}", param="order")
     files = await store.call(
         store.files,
         request.query.get("after") or None,
@@ -247,7 +247,7 @@ def _work(request: web.Request) -> BatchWork:
 def _limit(request: web.Request, default: int, most: int) -> int:
     text = request.query.get("limit", str(default))
     if not re.fullmatch("[0-9]{1,6}", text) or not 1 <= int(text) <= most:
-        raise InvalidRequest(f"limit: must be from 1 to {most}, got {text!r}", param="limit")
+        raise InvalidRequest(f"limit: must be from 1 to {most}, got {shown(text)}", param="limit")
     return int(text)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...core.errors import InvalidRequest
+from ...core.errors import InvalidRequest, shown
 
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling",
@@ -132,7 +132,7 @@ class CreateBatch(msgspec.Struct):
     def check(self, endpoints: tuple[str, ...]) -> None:
         if self.endpoint not in endpoints:
             raise InvalidRequest(
-                f"endpoint: must be {', '.join(endpoints)}; got {self.endpoint!r}",
+                f"endpoint: must be {', '.join(endpoints)}; got {shown(self.endpoint)}",
                 param="endpoint",
             )
         window_seconds(self.completion_window)
@@ -152,7 +152,7 @@ def window_seconds(window: str) -> int:
     seconds = int(match[1]) * _UNITS[match[2]] if match else 0
     if not 1 <= seconds <= MAX_WINDOW:
         raise InvalidRequest(
-            f"completion_window: must be like 24h, at most 30d; got {window!r}",
+            f"completion_window: must be like 24h, at most 30d; got {shown(window)}",
             param="completion_window",
         )
     return seconds

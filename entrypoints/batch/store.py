@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from ...core.errors import ConfigError, InvalidRequest
+from ...core.errors import ConfigError, InvalidRequest, shown
 from ...core.recording.private_files import (
     make_given_folder,
     make_private_folder,
@@ -206,7 +206,7 @@ class Store:
         self.drop_expired()
         row = self._row("files", file_id, owner)
         if row is None:
-            raise NotFound(f"there is no file {file_id!r}", param="file_id")
+            raise NotFound(f"there is no file {shown(file_id)}", param="file_id")
         return msgspec.json.decode(row[0], type=FileObject)
 
     def files(
@@ -278,7 +278,7 @@ class Store:
     def batch(self, batch_id: str, owner: str | None = None) -> Batch:
         row = self._row("batches", batch_id, owner)
         if row is None:
-            raise NotFound(f"there is no batch {batch_id!r}", param="batch_id")
+            raise NotFound(f"there is no batch {shown(batch_id)}", param="batch_id")
         return msgspec.json.decode(row[0], type=Batch)
 
     def batches(self, after: str | None, limit: int, owner: str | None = None) -> list[Batch]:
@@ -348,7 +348,7 @@ class Store:
         if after is not None:
             row = self._row(table, after, owner)
             if row is None:
-                raise NotFound(f"after: there is no {after!r}", param="after")
+                raise NotFound(f"after: there is no {shown(after)}", param="after")
             conditions.append(f"seq {sign} ?")
             values.append(row[1])
         if purpose is not None:

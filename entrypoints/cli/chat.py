@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ...core.local_path import local_path
 from ...core.spelling import nearest
 from .client import Client, Display, make_parser
 from .line_editing import LineEditing
@@ -249,7 +250,7 @@ def _path(rest: str) -> Path:
         words = shlex.split(rest)
     if len(words) != 1:
         raise Misused("give one FILE, in quotes if its name has spaces")
-    return Path(words[0]).expanduser()
+    return local_path(words[0])
 
 
 COMMANDS: dict[str, Callable[[Conversation, str], None]] = {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ...core.errors import ConfigError, JackfieldError
+from ...core.local_path import local_path
 from ...core.registry import load_plugins
 from ..flags.engine_flags import add_engine_options, engine_config, fail
 from ..flags.parser import Parser
@@ -70,7 +70,7 @@ def _run(args: argparse.Namespace) -> int:
     config = engine_config(args, args.model)
     plugins = load_plugins(disable=config.disable_plugins)
     saver = make_saver(plugins, args.to, args.to_extra_config, args.max_file_size)
-    folder = Path(args.output).expanduser()
+    folder = local_path(args.output)
     for rank, files in enumerate(convert(config, plugins, saver, folder)):
         size = sum(files.values())
         print(f"rank {rank}: {size / 1e9:.3f} GB in {len(files)} files", flush=True)

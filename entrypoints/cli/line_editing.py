@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from ...core.local_path import local_path
+
 MOST_LINES = 1000
 """Most lines of the history."""
 
@@ -18,7 +20,7 @@ class LineEditing:
     def __init__(self, history_file: str | None) -> None:
         """history_file: private file of earlier lines; None: none."""
         self._readline = _readline() if sys.stdin.isatty() else None
-        self._file = Path(history_file).expanduser() if history_file else None
+        self._file = local_path(history_file) if history_file else None
         if self._readline is None or self._file is None:
             return
         with contextlib.suppress(OSError, UnicodeDecodeError):  # None yet, or not ours to read.

@@ -12,13 +12,14 @@ from pathlib import Path
 import msgspec
 
 from ...core.errors import ConfigError, shown
+from ...core.local_path import local_path
 
 NAME = re.compile(r"[A-Za-z0-9][\w.:-]{0,127}")
 
 
 def aliases_file() -> Path:
     folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(folder).expanduser() / "jackfield" / "aliases.json"
+    return local_path(folder) / "jackfield" / "aliases.json"
 
 
 def read_aliases() -> dict[str, str]:

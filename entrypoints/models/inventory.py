@@ -10,6 +10,7 @@ import msgspec
 
 from ...core.config.model_names import HubName, local_or_hub_name
 from ...core.errors import ConfigError, shown
+from ...core.local_path import local_path
 from . import object_store
 from .aliases import read_aliases, remove_alias
 
@@ -116,7 +117,7 @@ def _of_stores(download_dir: str | None) -> Iterator[StoredModel]:
 def _cache(download_dir: str | None) -> Path:
     from huggingface_hub import constants
 
-    return Path(download_dir or constants.HF_HUB_CACHE).expanduser()
+    return local_path(download_dir or constants.HF_HUB_CACHE)
 
 
 def size_text(num_bytes: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import NamedTuple
 
 from . import object_store
@@ -23,7 +23,7 @@ def find_model(model: str, download_dir: str | None = None, *, fetch: bool = Tru
     ConfigError if the aliases cannot be read.
     """
     target = model
-    if model and not Path(model).exists():
+    if model and not os.path.exists(model):
         target = read_aliases().get(model, model)
     name = model if target != model else None
     if not object_store.is_url(target):

@@ -17,6 +17,7 @@ import msgspec
 
 from ...core.errors import CheckpointNotFound, ConfigError, LoadError, shown
 from ...core.loading.hub import CHECKPOINT_FILES, TOKENIZER_FILES
+from ...core.local_path import local_path
 
 URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<place>.+)")
 MANIFEST = ".jackfield.json"
@@ -61,8 +62,8 @@ def is_url(model: str) -> bool:
 def copies_folder(download_dir: str | None = None) -> Path:
     """Return the folder of all copies."""
     if download_dir is not None:
-        return Path(download_dir).expanduser() / "jackfield"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jackfield/models"
+        return local_path(download_dir) / "jackfield"
+    return local_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jackfield/models"
 
 
 def copy_folder(url: str, download_dir: str | None = None) -> Path:

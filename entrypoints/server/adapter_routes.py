@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 
 from ...core.errors import Forbidden, InvalidRequest, JackfieldError, NotFound, shown
+from ...core.local_path import local_path
 from ...core.lora_request import LoadAdapter, check_adapter_name
 from ...core.tenancy import Tenant
 from ..http.auth.tenants import tenant_of
@@ -166,7 +167,7 @@ def _folder_of(tenant: Tenant) -> Path:
     """Return the folder of a tenant's own adapters. Raises Forbidden."""
     if tenant.limits.adapter_folder is None:
         raise Forbidden("this key may not load or unload adapters")
-    return Path(tenant.limits.adapter_folder).expanduser()
+    return local_path(tenant.limits.adapter_folder)
 
 
 def _within(tenant: Tenant, name: str) -> str:

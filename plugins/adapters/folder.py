@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path, PurePosixPath
 
 from ...core.config import EngineConfig
+from ...core.local_path import local_path
 
 
 class FolderResolver:
@@ -14,7 +15,7 @@ class FolderResolver:
 
     def __init__(self, config: EngineConfig) -> None:
         folder = config.lora_resolver_cache_dir
-        self._folder = None if folder is None else Path(folder).expanduser()
+        self._folder = None if folder is None else local_path(folder)
 
     async def resolve(self, name: str, base_model: str) -> Path | None:
         if self._folder is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ...core.errors import shown
 from ...core.grammars.schemas.keywords import NOTES, subschemas
 from ...core.grammars.schemas.patterns import weakened
 from ...core.grammars.spec import tag_formats
@@ -77,7 +78,7 @@ def unsupported(schema: Any) -> str | None:
             return f"{unwritten[0]!r} is required, and none of properties"
         reference = part.get("$ref", "#")
         if not isinstance(reference, str) or not reference.startswith("#"):
-            return f"$ref {reference!r} is not one inside the schema"
+            return f"$ref {shown(reference)} is not one inside the schema"
         for name in (*_LENGTHS, "minItems", "maxItems", "minProperties", "maxProperties"):
             if name in part and not (type(part[name]) is int and part[name] >= 0):
                 return f"{name} must be an integer of at least 0"

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from ...core.errors import ConfigError
+from ...core.local_path import local_path
 from ...core.protocols.kv import KVConnectorSetup
 from ...core.recording.private_files import (
     FOLDER_MODE,
@@ -53,7 +54,7 @@ class FileStore:
 
     def __init__(self, setup: KVConnectorSetup) -> None:
         options = read_options(setup.transfer.kv_connector_extra_config, FileStoreOptions)
-        self._root = Path(options.path).expanduser()
+        self._root = local_path(options.path)
         self._folder = self._root / setup.layout.fingerprint.hex()[:32]
         self._limit = int(options.max_gib * (1 << 30))
         self._lock = threading.Lock()

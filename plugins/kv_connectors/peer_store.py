@@ -7,13 +7,13 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from ...core.errors import ConfigError
+from ...core.local_path import local_path
 from ...core.protocols.kv import KVConnectorSetup
 from ...core.request import Request
 from .block_file import BlockFormat
@@ -116,7 +116,7 @@ def _own_address(option: str, text: str, member: int) -> Address:
 
 def _read_secret(path: str) -> bytes:
     try:
-        secret = Path(path).expanduser().read_bytes().strip()
+        secret = local_path(path).read_bytes().strip()
     except OSError as error:
         raise _wrong("secret_file", f"{path!r} cannot be read: {error}") from error
     if len(secret) < MIN_SECRET:

@@ -19,6 +19,7 @@ from ...core.config import EngineConfig
 from ...core.errors import ConfigError, LoadError
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import ParameterFiller
+from ...core.local_path import local_path
 from .files import Bar, Layout, files_of
 
 LAYOUT = Layout("model.tensors", "model.tensors.index.json", ("*.tensors",))
@@ -116,7 +117,7 @@ def _path(given: Any, folder: Path) -> Path | None:
         raise _refusal("tensorizer_uri", f"must be a path, got {given!r}")
     if "://" in given:
         raise _refusal("tensorizer_uri", f"{given!r} is a URL; only local files are read")
-    file = folder / Path(given).expanduser()
+    file = folder / local_path(given)
     if not file.is_file():
         raise _refusal("tensorizer_uri", f"there is no file {str(file)!r}")
     return file

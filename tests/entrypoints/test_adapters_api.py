@@ -393,6 +393,7 @@ def test_a_key_s_rights_are_written_and_read(
         ("new", "x" * 5000, "InvalidUserInput", "lora_path"),
         ("new", "a\0b", "NotFoundError", "no adapter is at"),
         ("new", "nowhere", "NotFoundError", "no adapter is at"),
+        ("new", "~nobody-here/x", "NotFoundError", "no adapter is at"),
         ("new", "/dev/zero", "NotFoundError", "/dev/zero"),
         ("new", "pipe", "NotFoundError", "pipe"),
         ("new", "piped", "InvalidUserInput", "not a regular file"),

@@ -701,9 +701,12 @@ def test_a_prompt_is_cut_where_it_is_said(server: Server) -> None:
 # ---------------------------------------------------------------- refusals
 
 
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "maybe", "tools": [WEATHER]}, "tool_choice"),
     ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+    ({"tools": [WEATHER], "tool_choice": {**NAMED, "type": "tool"}}, "tool_choice.type"),
+    ({"tools": [WEATHER], "tool_choice": {**NAMED, "type": 5}}, "tool_choice.type"),
     ({"reasoning_effort": "huge"}, "reasoning_effort"),
     ({"verbosity": "loud"}, "verbosity"),
     ({"service_tier": "gold"}, "service_tier"),
@@ -732,6 +735,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
      "messages[0].tool_calls[0].function.name"),
+    ({"vllm_xargs": {"nobody": 1}}, "vllm_xargs"),
 ]  # fmt: skip
 
 
@@ -742,6 +746,23 @@ def test_a_wrong_field_is_named(server: Server, options: dict[str, Any], param: 
         error = post(server, body, 400)["error"]
         assert error["param"] == param and error["type"] == "invalid_request_error"
         assert param.partition(".")[0].partition("[")[0] in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("name", 5), ("description", 5), ("parameters", []), ("strict", "no")]
+)
+def test_a_wrong_field_of_a_tool_is_named_by_every_route(
+    server: Server, name: str, value: Any
+) -> None:
+    tool = {"type": "function", "function": {**WEATHER["function"], name: value}}
+    body = {"messages": user("Hello"), "tools": [tool]}
+    for route, more in ((ROUTE, {}), (ROUTE, {"tool_choice": "none"}), ("/tokenize", {})):
+        error = post(server, {**body, **more}, 400, route)["error"]
+        assert error["param"] == f"tools[0].function.{name}"
+    tool = {**WEATHER, "type": "custom"}
+    assert post(server, {**body, "tools": [tool]}, 400, "/tokenize")["error"]["param"] == (
+        "tools[0].type"
+    )
 
 
 CHATS_ALONE = ("modalities", "chat_template", "documents", "mm_processor_kwargs")

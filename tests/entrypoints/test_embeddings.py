@@ -156,6 +156,7 @@ def test_bad_embedding_requests_name_the_field(embedder: Server) -> None:
         ({"input": "x", "dimensions": 64}, "dimensions", "cannot be cut"),
         ({"input": "x", "dimensions": 0}, "dimensions", "positive"),
         ({"input": "x", "encoding_format": "hex"}, "encoding_format", "hex"),
+        ({"input": "x", "priority": 3}, "priority", "--scheduling-policy"),
         ({"input": "x", "truncate_prompt_tokens": 999}, "truncate_prompt_tokens", "256"),
         ({"input": "x", "messages": [{"role": "user", "content": "x"}]}, "messages", "either"),
     ]:
@@ -292,6 +293,7 @@ def test_bad_rerank_requests_name_the_field(scorer: Server) -> None:
         ({"documents": []}, "documents"),
         ({"documents": [{"title": "x"}]}, "documents"),
         ({"documents": ["x"], "top_n": -1}, "top_n"),
+        ({"documents": ["x"], "priority": 3}, "priority"),
         ({"documents": ["x"], "max_tokens_per_doc": 0}, "max_tokens_per_doc"),
         ({"documents": ["x"], "max_tokens_per_query": -1}, "max_tokens_per_query"),
         ({"documents": ["x"], "rank_fields": ["a"]}, "rank_fields"),
@@ -446,7 +448,8 @@ def test_bad_requests_for_cohere_s_embeddings_name_the_field(prompted: Server) -
         ({**texts, "max_tokens": 3, "truncate": "NONE"}, "max_tokens"),
         ({"texts": ["the " * 600], "truncate": "NONE"}, "texts"),
         ({**texts, "images": ["data:image/png;base64,xx"]}, "images"),
-        ({**texts, "output_dimension": 3}, "dimensions"),
+        ({**texts, "output_dimension": 3}, "output_dimension"),
+        ({**texts, "priority": 3}, "priority"),
     ):
         assert refused(prompted, "/v2/embed", **more)["param"] == param, more
     assert "int8" in refused(prompted, "/v2/embed", **texts, embedding_types=["int8"])["message"]
@@ -489,6 +492,17 @@ def test_an_embedder_scores_by_cosine(embedder: Server) -> None:
     np.testing.assert_allclose(scores, vectors @ vectors[0], atol=1e-5)
     ranked = post(embedder, "/rerank", query="How is the weather?", documents=TEXTS)
     assert ranked["results"][0]["index"] == 1
+
+
+def test_documents_of_parts_need_a_chat_template(embedder: Server) -> None:
+    parts = [{"content": [{"type": "text", "text": "x"}]}]
+    for path, body in (
+        ("/rerank", {"query": "x", "documents": parts}),
+        ("/score", {"text_1": "x", "text_2": parts[0]}),
+    ):
+        error = refused(embedder, path, **body)
+        field = "documents" if path == "/rerank" else "text_2"
+        assert error["param"] == field and error["message"].startswith(f"{field}: ")
 
 
 # ---------------------------------------------------------------- the wrong kind

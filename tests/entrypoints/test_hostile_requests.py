@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 from collections.abc import Iterator
@@ -63,6 +64,35 @@ def test_a_refusal_does_not_repeat_a_large_value(server: Server) -> None:
     error = refused(server, "/v1/completions", {"prompt": "x", "stop": ["x"] * 100_000})
     assert error["message"].startswith("stop must be at most 64 strings, got ('x', 'x'")
     assert len(error["message"]) < 300
+
+
+LONG = "q" * 20_000
+CHAT_ROUTE = "/v1/chat/completions"
+LARGE: list[tuple[str, dict[str, Any]]] = [
+    (CHAT_ROUTE, {"messages": [{"role": LONG, "content": "x"}]}),
+    (CHAT_ROUTE, {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
+    (CHAT_ROUTE, {**CHAT, "tool_choice": LONG}),
+    (CHAT_ROUTE, {**CHAT, "chat_template_kwargs": {LONG: 1}}),
+    (CHAT_ROUTE, {
+        **CHAT,
+        "tools": [{"type": "function", "function": {"name": f"{n}{LONG}"}} for n in range(20)],
+        "tool_choice": {"type": "function", "function": {"name": LONG}},
+    }),
+    ("/v1/completions", {"prompt": "x", "response_format": {"type": LONG}}),
+    ("/v1/completions", {"prompt": "x", "structured_outputs": {LONG: 1}}),
+    ("/v1/completions", {"prompt": "x", "kv_compression": {LONG: 1}}),
+    ("/api/chat", {"model": "x", "messages": [], "options": {LONG: 1}}),
+    ("/v1/responses", {"input": [{"role": LONG, "content": "x"}]}),
+    ("/v1/responses", {"input": "x", "truncation": LONG}),
+    ("/v1/responses", {"input": "x", "include": [LONG]}),
+    ("/v1/responses", {"input": "x", "previous_response_id": LONG}),
+    ("/v1/responses", {"input": "x", "text": {"format": {"type": LONG}}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), LARGE, ids=lambda value: str(value)[:50])
+def test_a_refusal_repeats_no_long_name(server: Server, path: str, body: dict[str, Any]) -> None:
+    assert len(json.dumps(refused(server, path, body))) < 3000
 
 
 def test_a_number_of_five_thousand_digits_is_not_called_bad_json(server: Server) -> None:

@@ -401,6 +401,9 @@ def test_a_refused_update_says_so(server: Server, tmp_path: Path, texts: tuple[s
     response = httpx.post(server.url + "/update_weights_from_disk", json=body)
     assert response.status_code == 400
     assert not response.json()["success"] and "no folder" in response.json()["message"]
+    for path in ("x" * 5000, "~nobody-here/x"):
+        response = httpx.post(server.url + "/update_weights_from_disk", json={"model_path": path})
+        assert response.status_code == 400 and "no folder" in response.json()["message"]
     post(server, "/start_weight_update")
     assert httpx.post(server.url + "/start_weight_update").status_code == 409
     headers = {"Content-Type": "application/octet-stream"}

@@ -87,6 +87,7 @@ def test_wrong_ones_are_refused_by_name(client: httpx.Client) -> None:
         response = ask(client, vllm_xargs=xargs)
         assert response.status_code == 400, response.text
         assert named in response.json()["error"]["message"]
+        assert response.json()["error"]["param"].startswith("vllm_xargs")
 
 
 def test_a_failure_is_reported_and_affects_no_other_request(client: httpx.Client) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....core.engine.async_engine import AsyncEngine
-from ....core.errors import InvalidRequest
+from ....core.errors import InvalidRequest, shortened
 from ....core.output_parsing.reasoning_parser import thinking_kwarg
 from ....core.spelling import nearest
 from ..common.protocol import ChatRequest
@@ -64,7 +64,7 @@ def _check_known(kwargs: dict[str, Any], names: frozenset[str] | set[str]) -> No
             continue
         near = nearest(name, names)
         hint = f"did you mean {near}?" if near else f"it takes {', '.join(sorted(names))}"
+        field = f"chat_template_kwargs.{shortened(name)}"
         raise InvalidRequest(
-            f"chat_template_kwargs.{name}: this model's chat template has no such argument; {hint}",
-            param=f"chat_template_kwargs.{name}",
+            f"{field}: this model's chat template has no such argument; {hint}", param=field
         )

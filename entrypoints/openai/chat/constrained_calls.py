@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ....core.config import StructuredOutputsConfig
-from ....core.errors import InvalidRequest
+from ....core.errors import InvalidRequest, listed, shown
 from ....core.grammars.schemas.json_schemas import adapted, log_unchecked
 from ....core.grammars.spec import check_bounds
 from ....core.grammars.tool_calls.call_arguments import moved
@@ -81,9 +81,9 @@ def _required_calls(
     if named:
         name = _chosen_name(choice)
         if name not in functions:
-            names = ", ".join(functions) or "there are none"
+            names = listed(functions) or "there are none"
             raise InvalidRequest(
-                f"tool_choice: {name!r} is none of tools ({names})", param="tool_choice"
+                f"tool_choice: {shown(name)} is none of tools ({names})", param="tool_choice"
             )
         functions = {name: functions[name]}
     elif not functions:
@@ -212,7 +212,8 @@ def _schemas(functions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         kind = parameters.get("type", "object")
         if "object" not in (kind if isinstance(kind, list) else [kind]):
             raise InvalidRequest(
-                f"tools: the parameters of {name!r} must have the type object, got {kind!r}",
+                f"tools: the parameters of {shown(name)} must have the type object, "
+                f"got {shown(kind)}",
                 param="tools",
             )
         schemas[name] = _adapted(

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from ....core.errors import InvalidRequest
+from ....core.errors import InvalidRequest, listed, shown
 from ....core.protocols.parsers import ParserEvent, ToolCallArguments, ToolCallEnd, ToolCallStart
+from ....core.text.chat_messages import check_tool
 from ..common.protocol import ChatRequest
 
 
@@ -35,16 +36,21 @@ def read_tools(request: ChatRequest, schemas: Mapping[str, Any]) -> ChatTools:
     """
     definitions, choice = request.tools or [], request.tool_choice
     for index, tool in enumerate(definitions):
-        if tool.get("type", "function") != "function":
-            field = f"tools[{index}].type"
-            raise InvalidRequest(f"{field}: must be function, got {tool['type']!r}", param=field)
+        check_tool(tool, f"tools[{index}]")
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):
         raise InvalidRequest(
-            f"tool_choice: must be none, auto, required or a function, got {choice!r}",
+            f"tool_choice: must be none, auto, required or a function, got {shown(choice)}",
             param="tool_choice",
         )
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        definitions, choice = _allowed(definitions, choice.get("allowed_tools"))
+    if isinstance(choice, dict):
+        kind = choice.get("type", "function")
+        if kind == "allowed_tools":
+            definitions, choice = _allowed(definitions, choice.get("allowed_tools"))
+        elif kind != "function":
+            raise InvalidRequest(
+                f"tool_choice.type: must be function or allowed_tools, got {shown(kind)}",
+                param="tool_choice.type",
+            )
     return ChatTools(definitions, choice, request.parallel_tool_calls is not False, schemas)
 
 
@@ -57,14 +63,14 @@ def _allowed(definitions: list[dict[str, Any]], subset: Any) -> tuple[list[dict[
     mode = subset.get("mode", "auto")
     if mode not in ("auto", "required"):
         raise InvalidRequest(
-            f"{field}.mode: must be auto or required, got {mode!r}", param=f"{field}.mode"
+            f"{field}.mode: must be auto or required, got {shown(mode)}", param=f"{field}.mode"
         )
     defined = {_name(tool) for tool in definitions}
     names = {_name(tool) for tool in tools}
     for name in names - defined:
         raise InvalidRequest(
-            f"{field}.tools: {name!r} is none of tools "
-            f"({', '.join(sorted(filter(None, defined))) or 'there are none'})",
+            f"{field}.tools: {shown(name)} is none of tools "
+            f"({listed(sorted(filter(None, defined))) or 'there are none'})",
             param=f"{field}.tools",
         )
     return [tool for tool in definitions if _name(tool) in names], mode

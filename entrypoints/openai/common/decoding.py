@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ....core.errors import InvalidRequest
+from ....core.errors import InvalidRequest, shortened
 from ...http.whole_numbers import integers_of, with_integers
 
 logger = logging.getLogger("jackfield.server")
@@ -99,4 +99,5 @@ def convert(raw: dict[str, Any], kind: type[T]) -> T:
             param = message.split("`")[-2]
         if place.startswith("key` in "):
             message = f"wrong key: {message}"
-        raise InvalidRequest(f"{param or 'body'}: {message}", param=param) from None
+        param = param and shortened(param)
+        raise InvalidRequest(f"{param or 'body'}: {shortened(message)}", param=param) from None

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ....core.errors import InvalidRequest
+from ....core.errors import InvalidRequest, shown
 from ....core.sampling_params import (
     STRUCTURED_KINDS,
     StructuredOutputsParams,
@@ -82,7 +82,7 @@ def _from_format(response_format: dict[str, Any] | None) -> StructuredOutputsPar
         case other:
             raise InvalidRequest(
                 "response_format.type: must be text, json_object, json_schema or structural_tag, "
-                f"got {other!r}",
+                f"got {shown(other)}",
                 param="response_format.type",
             )
 

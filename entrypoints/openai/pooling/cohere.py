@@ -16,6 +16,7 @@ from ...http.large_responses import off_loop
 from ...http.model_names import model_name
 from ...http.routing import route
 from ..common.openapi import documented
+from ..common.renamed_fields import rename_field
 from ..common.request_body import decode_body
 from .protocol import PoolingFields, check_count
 from .routes import check_task, encoded, numbers
@@ -118,7 +119,10 @@ async def cohere_embed(request: web.Request) -> web.Response:
     field, texts = body.given()
     before = _prompt(engine, body.input_type)
     name = new_id("embd", body.request_id)
-    outputs = await encoded(engine, [before + text for text in texts], body, name, field=field)
+    try:
+        outputs = await encoded(engine, [before + text for text in texts], body, name, field=field)
+    except InvalidRequest as error:
+        raise rename_field(error, {"dimensions": "output_dimension"}) from None
     vectors = [output.outputs.data for output in outputs]
     kinds: list[EmbeddingType] = list(dict.fromkeys(body.embedding_types or ["float"]))
     size = len(kinds) * sum(vector.size for vector in vectors)

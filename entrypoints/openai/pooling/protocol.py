@@ -6,10 +6,12 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from ....core.engine.async_engine import AsyncEngine
 from ....core.errors import InvalidRequest
 from ....core.pooling_params import PoolingParams, PoolingTask
 from ....core.sampling_params import all_ints
 from ...http.auth.origin import Origin
+from ...http.context import check_priority
 from ...scoring import Scored, ScoredText, scored_texts
 
 MAX_INPUTS = 2048
@@ -36,7 +38,9 @@ class PoolingFields(msgspec.Struct, kw_only=True, dict=True):
         "late_chunking_params": "each text is pooled by itself",
     }
 
-    def options(self, name: str) -> dict[str, Any]:
+    def options(self, engine: AsyncEngine, name: str) -> dict[str, Any]:
+        """Return the engine's options. Raises InvalidRequest."""
+        check_priority(engine, self.priority)
         return {
             **self.origin.engine_options(name, self.priority, self.cache_salt),
             "add_special_tokens": self.add_special_tokens,

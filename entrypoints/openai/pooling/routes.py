@@ -109,7 +109,7 @@ async def encoded(
     engine: AsyncEngine, prompts: Sequence[Any], request: Any, name: str, *, field: str = ""
 ) -> list[PoolingRequestOutput]:
     """field: that of the prompts, for errors; "": input or messages, as the request has it."""
-    options = {**request.options(name), "max_values": MAX_VALUES}
+    options = {**request.options(engine, name), "max_values": MAX_VALUES}
     work = encode_all(engine, prompts, request.params(), **options)
     if not field:
         field = "input" if getattr(request, "messages", None) is None else "messages"
@@ -117,13 +117,14 @@ async def encoded(
 
 
 async def naming(work: Awaitable[T], field: str) -> T:
-    """Await `work`, naming the route's field in errors about a prompt."""
+    """Await `work`, naming the route's field in errors about a prompt or its messages."""
     try:
         return await work
     except InvalidRequest as error:
-        if error.param != "prompt":
+        param = error.param or ""
+        if param.partition("[")[0] not in {"prompt", "messages"} - {field}:
             raise
-        raise type(error)(error.message.replace("prompt:", f"{field}:", 1), param=field) from None
+        raise type(error)(error.message.replace(f"{param}:", f"{field}:", 1), param=field) from None
 
 
 async def encoded_numbers(

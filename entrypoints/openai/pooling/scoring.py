@@ -38,7 +38,7 @@ async def score_response(call: Call, params: ScoreRequest) -> dict[str, Any]:
         pairs,
         params.params(),
         template_kwargs=params.template_kwargs(),
-        **params.options(name),
+        **params.options(engine, name),
     )
     outputs = await naming(work, params.names()[1])
     data = [
@@ -69,7 +69,7 @@ async def rerank_response(call: Call, params: RerankRequest) -> dict[str, Any]:
         pairs,
         params.params(),
         template_kwargs=params.template_kwargs(),
-        **params.options(name),
+        **params.options(engine, name),
     )
     outputs = await naming(work, "documents")
     scores = [output.outputs.score for output in outputs]

@@ -130,7 +130,7 @@ class Responses:
             job = await truncated(job, body, earlier + own)
         if self._running(job.id, owner) or self.store.get(job.id, owner):
             raise InvalidRequest(
-                f"request_id: there is a response {job.id!r} already", param="request_id"
+                f"request_id: there is a response {shown(job.id)} already", param="request_id"
             )
         return ResponseCompletion(job, body, earlier, own, tools, stored=store)
 
@@ -139,12 +139,12 @@ class Responses:
             return []
         if self._running(id, owner) is not None:
             raise InvalidRequest(
-                f"previous_response_id: {id!r} is still running", param="previous_response_id"
+                f"previous_response_id: {shown(id)} is still running", param="previous_response_id"
             )
         response = self.store.get(id, owner)
         if response is None:
             error = InvalidRequest(
-                f"previous_response_id: no response {id!r} is stored here",
+                f"previous_response_id: no response {shown(id)} is stored here",
                 param="previous_response_id",
             )
             error.code = "previous_response_not_found"
@@ -212,7 +212,9 @@ class Responses:
                 param="response_id",
             )
         if response is None:
-            raise NotFound(f"response_id: no response {id!r} is stored here", param="response_id")
+            raise NotFound(
+                f"response_id: no response {shown(id)} is stored here", param="response_id"
+            )
         return response
 
     def body(self, id: str, owner: str) -> bytes:

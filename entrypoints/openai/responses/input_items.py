@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from ....core.errors import InvalidRequest
+from ....core.errors import InvalidRequest, shown
 from ...http.content_pieces import Turn, as_content
 from .item_kinds import (
     KINDS,
@@ -70,7 +70,7 @@ def _read_item(item: Any, path: str, find: Callable[[str], Item | None]) -> Item
             stored_item = find(text_field(item, "id", path))
             if stored_item is None:
                 raise InvalidRequest(
-                    f"{path}.id: no item {item['id']!r} is stored here", param=f"{path}.id"
+                    f"{path}.id: no item {shown(item['id'])} is stored here", param=f"{path}.id"
                 )
             return stored_item
         case _:
@@ -88,7 +88,8 @@ def _message(item: Item, path: str) -> Item:
     role = item.get("role")
     if role not in ROLES:
         raise InvalidRequest(
-            f"{path}.role: must be one of {', '.join(ROLES)}, got {role!r}", param=f"{path}.role"
+            f"{path}.role: must be one of {', '.join(ROLES)}, got {shown(role)}",
+            param=f"{path}.role",
         )
     content = item.get("content")
     if isinstance(content, str):
@@ -167,7 +168,7 @@ def _add_other(
     if result is not None:
         if id not in calls:
             raise InvalidRequest(
-                f"input: no call with call_id {id!r} comes before its {item['type']}",
+                f"input: no call with call_id {shown(id)} comes before its {item['type']}",
                 param="input",
             )
         id, name = calls[id]

@@ -93,8 +93,8 @@ def parts_of(parts: Any, path: str, *, media: bool) -> list[Item]:
         text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_PARTS else None
         if not isinstance(text, str):
             raise InvalidRequest(
-                f'{path}[{index}]: must be {{"type": "input_text", "text": "…"}}; {kind!r} parts '
-                "are not supported here",
+                f'{path}[{index}]: must be {{"type": "input_text", "text": "…"}}; {shown(kind)} '
+                "parts are not supported here",
                 param=f"{path}[{index}]",
             )
         items.append({"text": text})

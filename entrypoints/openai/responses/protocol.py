@@ -150,7 +150,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
         for index, name_included in enumerate(self.include or ()):
             if name_included not in INCLUDABLE:
                 raise InvalidRequest(
-                    f"include[{index}]: {name_included!r} is not supported (there is: "
+                    f"include[{index}]: {shown(name_included)} is not supported (there is: "
                     f"{', '.join(INCLUDABLE)})",
                     param=f"include[{index}]",
                 )
@@ -230,7 +230,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
                 return {"type": "json_schema", "json_schema": format}
             case other:
                 raise InvalidRequest(
-                    f"text.format.type: must be text, json_object or json_schema, got {other!r}",
+                    f"text.format.type: must be text, json_object or json_schema, got "
+                    f"{shown(other)}",
                     param="text.format.type",
                 )
 
@@ -249,7 +250,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
 def _one_of(field: str, value: Any, values: tuple[str, ...]) -> None:
     if value is not None and value not in values:
         raise InvalidRequest(
-            f"{field}: {value!r} is not supported (there is: {', '.join(values)})", param=field
+            f"{field}: {shown(value)} is not supported (there is: {', '.join(values)})", param=field
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ....core.errors import InvalidRequest, JackfieldError
+from ....core.errors import InvalidRequest, JackfieldError, shown
 from ...http.auth.tenants import tenant_of
 from ...http.auth.usage import USAGE
 from ...http.context import ENGINE, OPTIONS, json_response, reply
@@ -120,13 +120,13 @@ async def input_items(request: web.Request) -> web.Response:
     limit = _number(request, "limit", 20, least=1, most=MAX_LISTED)
     order = request.query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order: must be asc or desc, got {order!r}", param="order")
+        raise InvalidRequest(f"order: must be asc or desc, got {shown(order)}", param="order")
     items = items if order == "asc" else items[::-1]
     after = request.query.get("after")
     if after is not None:
         ids = [item["id"] for item in items]
         if after not in ids:
-            raise InvalidRequest(f"after: no item {after!r} in this response", param="after")
+            raise InvalidRequest(f"after: no item {shown(after)} in this response", param="after")
         items = items[ids.index(after) + 1 :]
     page = items[:limit]
     return reply(

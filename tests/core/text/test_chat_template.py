@@ -265,6 +265,16 @@ REFUSED: list[tuple[Any, str]] = [
         "messages[0].tool_calls[0].function.name",
     ),
     ([{"role": "user", "content": "x", "tool_calls": [1]}], "messages[0].tool_calls"),
+    (
+        [{"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": "f"}}]}],
+        "messages[0].tool_calls[0].id",
+    ),
+    ([{"role": "tool", "content": "x", "tool_call_id": {}}], "messages[0].tool_call_id"),
+    ([{"role": "user", "content": "x", "name": 5}], "messages[0].name"),
+    (
+        [{"role": "assistant", "content": "x", "reasoning_content": ["y"]}],
+        "messages[0].reasoning_content",
+    ),
 ]
 
 
