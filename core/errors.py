@@ -177,7 +177,7 @@ class LoadError(JackfieldError):
 
 
 class CheckpointNotFound(ConfigError, LoadError):
-    """There is no checkpoint, or no file that it must have, where the configuration says."""
+    """The configured place has no checkpoint, or lacks a file that a checkpoint must have."""
 
 
 class OutOfMemory(JackfieldError):

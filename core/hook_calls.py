@@ -23,7 +23,7 @@ class RequestHook:
     def __init__(self, plugins: Plugins, name: str) -> None:
         self.name = name
         self._plugins = plugins
-        self._impls = tuple(reversed(getattr(plugins.manager.hook, name).get_hookimpls()))
+        self._impls = tuple(reversed(plugins.implementations(name)))
 
     def __bool__(self) -> bool:
         return bool(self._impls)
@@ -33,7 +33,7 @@ class RequestHook:
         for impl in self._impls:
             plugin = self._origin(impl.plugin_name)
             try:
-                result = impl.function(**{name: arguments[name] for name in impl.argnames})
+                result = self._plugins.call(impl, **arguments)
                 if inspect.isawaitable(result):
                     result = await result
             except JackfieldError:

@@ -89,7 +89,7 @@ class AdapterCard(msgspec.Struct, frozen=True, kw_only=True):
     """`LoRARequest.lora_int_id`, if it was loaded with one."""
     pinned: bool = False
     digest: str = ""
-    """Of its content."""
+    """Digest of its content."""
     rank: int = 0
     nbytes: int = 0
     """In host memory, on each rank; 0: it was moved out, and is read again when it is used."""

@@ -22,7 +22,6 @@ class OutputKind(enum.StrEnum):
     """One output, at the end."""
 
 
-MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ADAPTER = (LoRARequest, type(None))
-"""Of one prompt, or of all."""
+"""Types of an adapter for one prompt, or for all."""
 
 
 class PoolingOptions(TypedDict, total=False):

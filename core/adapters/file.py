@@ -59,7 +59,7 @@ class ExpertsLowRank:
     """The tensor, such as "model.layers.0.mlp.experts.gate_up_proj"."""
     num_experts: int
     rank: int
-    """Of each expert."""
+    """Rank of each expert."""
     in_features: int
     out_features: int
     scale: float
@@ -85,7 +85,7 @@ class AdapterFile:
     """All that an adapter changes."""
 
     digest: str
-    """Of the content: equal for equal tensors and settings, whatever the path."""
+    """Digest of the content: equal for equal tensors and settings, whatever the path."""
     low_rank: tuple[LowRank, ...] = ()
     experts: tuple[ExpertsLowRank, ...] = ()
     replaced: Mapping[str, ReadTensor] = field(default_factory=dict)

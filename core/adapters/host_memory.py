@@ -48,7 +48,7 @@ class Adapter:
     """Whether a resolver has found it, and would find it again."""
     removed: bool = False
     info: AdapterInfo | None = None
-    """Of its last load; None before the first."""
+    """From its last load; None before the first."""
     loaded: Loaded | None = None
     """None: not in host memory."""
     reading: asyncio.Task[Loaded] | None = None

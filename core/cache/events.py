@@ -33,7 +33,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
     block_hashes: tuple[bytes, ...]
     """[num_blocks]; of 32 bytes each."""
     parent_block_hash: bytes | None
-    """Of the block before them; None: they are the first ones."""
+    """Hash of the block before them; None: they are the first ones."""
     token_ids: list[int]
     """[num_blocks * block_size]"""
     extra_keys: tuple[tuple[str | int | tuple[str, int], ...], ...]
@@ -76,7 +76,7 @@ class CacheEvents:
         self._when_cleared = cleared
         self._events: list[CacheEvent] = []
         self._removed: list[bytes] = []
-        """Of `_removed_group`, after the last event."""
+        """Hashes removed from `_removed_group` since the last event."""
         self._removed_group = 0
 
     def take(self) -> list[CacheEvent]:

@@ -58,7 +58,7 @@ class CacheGroup(msgspec.Struct, frozen=True):
     """Layer numbers, in the order of the model. The i-th layer of each group shares memory with the
     i-th of every other; a group may have one layer less than others."""
     reach: Reach | None = None
-    """Of the layers: blocks entirely before it are released; None: no block is."""
+    """How far back its layers see: blocks entirely before it are released; None: no block is."""
     inner_reaches: tuple[Reach, ...] = ()
     """Without a reach: those of layers that see less than the group keeps."""
 

@@ -15,16 +15,16 @@ BITS = (WHOLE, 8, 4)
 MOST_LEVELS = 3
 """Besides the newest tokens: attention kernels have as many loops."""
 WORD_BYTES = 4
-"""Of the scale and zero of a token and head, where codes are stored."""
+"""Bytes of the scale and zero of a token and head, where codes are stored."""
 GRAMMAR = re.compile(r"(\d{1,2})(?::(\d+(?:\.\d*)?|\.\d+))?@(\d{1,9})")
 SAYS = "BITS:SHARE@AGE, as 8@1024 or 4:0.5@8192"
 
 
 class CacheLevel(msgspec.Struct, frozen=True):
     bits: int
-    """Of each channel: 16 (as computed), 8 or 4."""
+    """Bits per channel: 16 (as computed), 8 or 4."""
     share: float
-    """Of the sequence's tokens of this age, in (0, 1], that are kept here."""
+    """Share, in (0, 1], of the sequence's tokens of this age that is kept here."""
     age: int
     """Newer tokens in the sequence from which a token belongs here; 1 or more."""
 
@@ -39,7 +39,7 @@ class LevelFormat(NamedTuple):
 
     bits: int
     tokens: int
-    """Of a block."""
+    """Tokens of a block."""
 
 
 def parse_levels(text: str) -> tuple[CacheLevel, ...]:

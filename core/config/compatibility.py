@@ -120,7 +120,7 @@ def _check_kv_transfer(config: EngineConfig) -> None:
 
 
 WIDE_TYPES = ("auto", "bfloat16", "float16", "float32")
-"""Of `kv_cache_dtype`, which store numbers as they are computed."""
+"""Values of `kv_cache_dtype` that store numbers as they are computed."""
 COMPRESSION_OPTIONS = {
     "kv_compression_ratio": 0.5, "kv_compression_budget": None, "kv_compression_interval": 0,
     "kv_compression_prompt_interval": 0, "kv_compression_on_pressure": False,

@@ -65,7 +65,7 @@ class MemberJobs:
         }
         """Owner and name → how what has been loaded by name is loaded again."""
         self._adapter_jobs = asyncio.Lock()
-        """Of what changes adapters, one at a time."""
+        """Held by a job that changes adapters: one at a time."""
         self._coming: tuple[str, str] | None = None
         """Owner and name of a new adapter that some members have, and others not yet."""
         self._tasks = BackgroundTasks()

@@ -92,10 +92,10 @@ class PooledCores:
         self._unresolved_config = config
         """Unresolved: members resolve it."""
         self._environments: list[dict[str, str]] = []
-        """Of local members."""
+        """[num_members], if they are local: variables of their processes; else empty."""
         self._hosts: EngineHosts = LocalHosts()
         self._meeting: MeetingPlace | None = None
-        """Of members that divide a mixture's experts."""
+        """Where members meet that divide a mixture's experts; None: they divide none."""
         self._ending: asyncio.Task[None] | None = None
         """Ends all of them, since one has ended."""
         self._placements: dict[str, Placement] = {}

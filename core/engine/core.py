@@ -14,12 +14,10 @@ import msgspec
 import prometheus_client as prometheus
 
 from ..adapters.registry import AdapterRegistry
-from ..cache.events import CacheEvents, KVCacheInfo
-from ..cache.groups import sequence_blocks
+from ..cache.events import KVCacheInfo
 from ..config import EngineConfig
 from ..errors import EngineOverloaded, EngineStopped, InvalidRequest, JackfieldError, PluginError
 from ..live.engine_jobs import LiveJob, ReadFiles
-from ..loading.generation_config import NO_DEFAULTS
 from ..loading.model_config import ModelConfig, resolve_model_config
 from ..lora_request import AdapterCard, AdapterJob
 from ..metrics.adapter_metrics import AdapterMetrics
@@ -27,8 +25,7 @@ from ..metrics.merge import Family, families
 from ..metrics.metrics import EngineMetrics
 from ..metrics.rank_metrics import RankMetrics
 from ..outputs import EngineStats
-from ..parts.adapters import adapter_name
-from ..protocols.executors import Executor, ExecutorInfo, SchedulePolicy
+from ..protocols.executors import Executor, ExecutorInfo
 from ..recording.recorder import RecordingExecutor
 from ..recording.recording import Writer
 from ..registration.failing_plugin import plugin_failure
@@ -40,12 +37,14 @@ from ..scheduling.parts.kv_compression import KVCompression
 from ..scheduling.parts.kv_transfer import KVTransfer
 from ..scheduling.parts.rounds import Rounds
 from ..scheduling.scheduler import Scheduler
-from ..step import CompiledGrammar, Ping, StepPlan, StepResult
-from .admission import check_limits, request_limits
+from ..step import CompiledGrammar, StepPlan, StepResult
+from .admission import check_limits
+from .cache_hooks import CacheHooks
 from .core_client import S
 from .grammars import Grammars
-from .kv_connector import connect, watch_transfers
+from .kv_connector import connect, numbered, watch_transfers
 from .live_control import LiveControl
+from .make_scheduler import make_scheduler
 from .other_engines import OtherEngines
 from .output_processor import OutputProcessor, RequestTracker, State
 from .plugin_events import PluginEvents
@@ -59,9 +58,10 @@ from .resolve_config import (
     resolve_parsers,
     resolve_runner,
 )
-from .scheduler_parts import scheduler_parts
+from .start_log import log_start
 from .step_loop import BalanceTimes, StepLoop
 from .text_processor import TextProcessor
+from .worker_check import WorkerCheck
 
 logger = logging.getLogger("jackfield.engine")
 
@@ -102,7 +102,7 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, plugins: Plugins, member: int = 0) -> None:
         """member: the engine's number, of several (`data_parallel_size`)."""
-        self.config = config
+        self.config = numbered(config, member)
         self.plugins = plugins
         self.member = member
         self.requests = RequestTracker()
@@ -112,10 +112,7 @@ class EngineCore:
         self._seeds = random.Random(config.seed)
         self._executor_error: Exception | None = None
         """Why the executor cannot continue."""
-        self._ping: asyncio.Future[Any] | None = None
-        """Shared by health checks, which would otherwise queue after a hung step."""
-        self._cache_events: CacheEvents | None = None
-        """None: no plugin asks."""
+        self._cache_hooks = CacheHooks(plugins)
         self._loads: list[Callable[[], int]] = []
         self.adapters: AdapterRegistry | None = None
         """None before the start, and without `enable_lora`."""
@@ -155,42 +152,18 @@ class EngineCore:
             self._build(texts, events)
             if self.adapters is not None:
                 await self.adapters.start()
-            self._announce_cache()
+            self._start_cache_hooks()
         except BaseException:
             await asyncio.gather(starting, return_exceptions=True)
             await (self.executor.stop() if self.steps is None else self.stop())
             if writer is not None:
                 writer.discard()
             raise
-        logger.info(
-            "ready in %.1f s: %s on %s (%s), attention %s (%s), %d KV blocks of %d tokens%s",
-            time.monotonic() - began,
-            self.model_config.architecture,
-            self.info.where,
-            self.info.dtype,
-            self.info.attention_backend,
-            self.info.attention_reason,
-            self.info.num_blocks,
-            self.config.block_size,
-            self._room(),
-        )
-        if self.model_config.sampling != NO_DEFAULTS:
-            logger.info("requests that leave it open get %s", self.model_config.sampling)
-
-    def _room(self) -> str:
-        """Return how many of the longest requests the KV cache holds, for the log."""
-        config, longest = self.config, self.model_config.max_model_len
-        assert config.max_num_batched_tokens is not None
-        if not self.info.num_blocks:
-            return ""
-        blocks = sequence_blocks(
-            self.info.cache_groups, longest, config.block_size, config.max_num_batched_tokens
-        )
-        return f": {(self.info.num_blocks - 1) / blocks:.1f} requests of {longest} tokens at once"
+        log_start(time.monotonic() - began, self.config, self.model_config, self.info)
 
     async def _resolve(self) -> None:
         """Resolve the configuration while the executor prepares the device."""
-        unresolved, plugins = self._numbered_config(), self.plugins
+        unresolved, plugins = self.config, self.plugins
         check_names(unresolved, plugins)
         config = resolve_config(unresolved, plugins)
         executor_class = plugins["executor"].load(config.executor)
@@ -208,77 +181,28 @@ class EngineCore:
         )
         self.config = resolve_parsers(config, self.model_config, plugins)
 
-    def _numbered_config(self) -> EngineConfig:
-        """Return the configuration with the engine's number, which the worker does not know."""
-        if (transfer := self.config.kv_transfer_config) is None:
-            return self.config
-        transfer = msgspec.structs.replace(transfer, member=self.member)
-        return msgspec.structs.replace(self.config, kv_transfer_config=transfer)
-
     def _build(self, texts: TextProcessor, events: PluginEvents) -> None:
         """Create the parts that need the executor's info, and begin stepping."""
-        config, model_config = self.config, self.model_config
+        config, model_config, plugins = self.config, self.model_config, self.plugins
         if self.info.steps_in_flight < 1:
-            name = self.plugins["executor"].described(config.executor)
+            name = plugins["executor"].described(config.executor)
             raise PluginError(f"{name}: its steps_in_flight must be at least 1")
-        if self.info.num_snapshots is not None and config.enable_prefix_caching:
-            logger.info("prefix caching: room for %d states", self.info.num_snapshots)
-        limits = request_limits(config, model_config, self.info)
         self.events = events
-        self.metrics = EngineMetrics(config.served_names[0])
-        self.metrics.observe_cache_config(
-            block_size=config.block_size,
-            num_gpu_blocks=self.info.num_blocks,
-            cache_dtype=config.kv_cache_dtype,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            enable_prefix_caching=config.enable_prefix_caching,
-        )
-        if self.info.num_ranks > 1:
-            self.metrics.registry.register(RankMetrics(config.served_names[0], self.executor.ranks))
+        self.metrics = self._make_metrics()
         self.grammars = Grammars(
-            self.plugins,
+            plugins,
             config,
             texts.tokenizer,
             model_config.vocab_size,
             model_config.eos_token_ids,
             texts.prompt_end,
         )
-        self.scheduler = Scheduler(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_model_len=limits.max_model_len,
-            num_blocks=self.info.num_blocks,
-            block_size=config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            enable_chunked_prefill=limits.enable_chunked_prefill,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-            policy=self._policy(),
-            policy_name=self.plugins["schedule_policy"].described(config.scheduling_policy),
-            hash_key=None if self.info.kv_layout is None else self.info.kv_layout.fingerprint,
-            groups=self.info.cache_groups,
-            num_snapshots=self.info.num_snapshots,
-            parts=scheduler_parts(
-                config,
-                self.info,
-                limits.max_model_len,
-                self._connector,
-                self.plugins,
-                model_config.media,
-                self._other_engines(),
-            ),
-            ttft_target=config.ttft_target_ms / 1000,
-            itl_target=config.itl_target_ms / 1000,
-            describe=self._described,
-        )
+        self.scheduler = make_scheduler(
+            config, model_config, self.info, plugins, self._connector, self._other_engines(),
+            self._described,
+        )  # fmt: skip
         self._limits = self.scheduler.limits
-        part = self.scheduler.part(Adapters)
-        if part is not None:
-            self.adapters = AdapterRegistry(
-                config, part, self.plugins, ask=self.executor.ask, wake=self._wake
-            )
-            self.metrics.registry.register(
-                AdapterMetrics(config.served_names[0], config.max_loras, self.adapters.counts)
-            )
+        self.adapters = self._make_adapters()
         self.outputs = OutputProcessor(self.requests, self.scheduler, self.metrics, events)
         self.steps = StepLoop(
             self.scheduler,
@@ -299,37 +223,50 @@ class EngineCore:
             recorded=config.record_steps is not None,
             die=self._executor_failed,
         )
+        self._worker_check = WorkerCheck(self.executor, self.scheduler)
         self._profiler = Profiler(config.profiler_config, self.steps, self.executor)
         self.steps.start()
         if self._executor_error is not None:
             self.steps.fail(self._executor_error)
 
-    def _announce_cache(self) -> None:
-        """Tell plugins of the KV cache. Raises ConfigError, PluginError."""
-        config, groups = self.config, tuple(self.info.cache_groups)
-        if not self.info.num_blocks:
-            return
-        self.events.cache_started(
-            KVCacheInfo(
-                member=self.member,
-                block_size=config.block_size,
-                num_blocks=self.info.num_blocks,
-                groups=groups,
-                enable_prefix_caching=config.enable_prefix_caching,
-            )
+    def _make_metrics(self) -> EngineMetrics:
+        config, model_name = self.config, self.config.served_names[0]
+        metrics = EngineMetrics(model_name)
+        metrics.observe_cache_config(
+            block_size=config.block_size,
+            num_gpu_blocks=self.info.num_blocks,
+            cache_dtype=config.kv_cache_dtype,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            enable_prefix_caching=config.enable_prefix_caching,
         )
-        if self.events.wants_cache and config.enable_prefix_caching:
-            loop = asyncio.get_running_loop()
-            self._cache_events = CacheEvents(
-                config.block_size,
-                adapter_name,
-                cleared=lambda: loop.call_soon(self._cache_changed),
-            )
-            self.scheduler.kv.watch(self._cache_events)
+        if self.info.num_ranks > 1:
+            metrics.registry.register(RankMetrics(model_name, self.executor.ranks))
+        return metrics
 
-    def _cache_changed(self) -> None:
-        if self._cache_events is not None and (events := self._cache_events.take()):
-            self.events.cache_changed(events)
+    def _make_adapters(self) -> AdapterRegistry | None:
+        part = self.scheduler.part(Adapters)
+        if part is None:
+            return None
+        config = self.config
+        adapters = AdapterRegistry(
+            config, part, self.plugins, ask=self.executor.ask, wake=self._wake
+        )
+        self.metrics.registry.register(
+            AdapterMetrics(config.served_names[0], config.max_loras, adapters.counts)
+        )
+        return adapters
+
+    def _start_cache_hooks(self) -> None:
+        """Raises ConfigError, PluginError."""
+        if self.info.num_blocks:
+            info = KVCacheInfo(
+                member=self.member,
+                block_size=self.config.block_size,
+                num_blocks=self.info.num_blocks,
+                groups=tuple(self.info.cache_groups),
+                enable_prefix_caching=self.config.enable_prefix_caching,
+            )
+            self._cache_hooks.start(info, self.scheduler.kv)
 
     def _other_engines(self) -> OtherEngines | None:
         """Return the engines that divide the experts with this one; None: none do."""
@@ -349,19 +286,6 @@ class EngineCore:
         if not self.config.enable_eplb:
             return None
         return BalanceTimes(eplb.step_interval, eplb.window_size)
-
-    def _policy(self) -> SchedulePolicy:
-        """Return a new schedule policy. Raises PluginError."""
-        registry, name = self.plugins["schedule_policy"], self.config.scheduling_policy
-        policy_class = registry.load(name)
-        try:
-            policy: SchedulePolicy = policy_class()
-            if not callable(policy.key):
-                raise TypeError("`key` cannot be called")
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise PluginError(f"{registry.described(name)} cannot be made: {reason}") from error
-        return policy
 
     async def stop(self) -> None:
         """End the steps, and free the device; errors are logged."""
@@ -462,20 +386,7 @@ class EngineCore:
     async def check_health(self, timeout: float) -> dict[str, str]:
         if self.steps is None or not (self.requests.healthy and self.steps.running):
             raise EngineStopped(self.requests.dead_reason or "the engine is not running")
-        before = self.scheduler.num_steps
-        try:
-            if self._ping is None or self._ping.done():
-                self._ping = self.executor.ask(Ping())
-            await asyncio.wait_for(asyncio.shield(self._ping), timeout)
-        except TimeoutError:
-            if self.scheduler.num_steps == before:
-                raise EngineStopped(
-                    f"the worker has not answered for {timeout:g} seconds"
-                ) from None
-        except NotImplementedError:
-            pass
-        except RuntimeError as error:
-            raise EngineStopped(f"the worker does not answer: {error}") from None
+        await self._worker_check.run(timeout)
         return {}
 
     async def ask_live(self, job: LiveJob) -> dict[str, Any]:
@@ -544,7 +455,7 @@ class EngineCore:
             )
             if self.events.wants_steps:
                 self.events.step_finished(plan, result)
-            self._cache_changed()
+            self._cache_hooks.emit_changes()
         except Exception:
             logger.exception("step %d could not be counted", plan.step)
 

@@ -23,7 +23,7 @@ class StreamingInput:
 
     prompt: SinglePrompt
     sampling_params: SamplingParams | None = None
-    """Of the output that follows this input; None: the session's."""
+    """For the output that follows this input; None: the session's."""
 
 
 async def session_outputs(

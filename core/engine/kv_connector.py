@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+import msgspec
+
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..protocols.executors import Executor, ExecutorInfo
@@ -18,6 +20,14 @@ from ..protocols.kv import (
 from ..registration.failing_plugin import failing_plugin
 from ..registry import Plugins
 from ..scheduling.parts.guarded_connector import GuardedConnector
+
+
+def numbered(config: EngineConfig, member: int) -> EngineConfig:
+    """Return the configuration from which a connector's halves learn their engine's number."""
+    if (transfer := config.kv_transfer_config) is None:
+        return config
+    transfer = msgspec.structs.replace(transfer, member=member)
+    return msgspec.structs.replace(config, kv_transfer_config=transfer)
 
 
 def watch_transfers(executor: Executor, callback: Callable[[], None]) -> None:

@@ -104,7 +104,7 @@ class LiveControl:
         self.quiesce = quiesce
         self._sleep = SleepState(source)
         self.version = FIRST_VERSION
-        """Of the weights that serve."""
+        """Version of the weights that serve."""
         self._scheduler, self._executor = scheduler, executor
         self._num_ranks, self._recorded, self._die = num_ranks, recorded, die
         self._num_updates = 0

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from ..parallel.meeting import Engine
 
 KEPT = 8
-"""Waves that are not forgotten. Who hears late cannot be more than one behind, as each wave needs
+"""Waves whose keys are kept. A slow engine is at most one wave behind, as each wave needs
 all engines."""
 
 
 class OtherEngines:
-    """Of the event loop, but for a thread that waits for what others tell."""
+    """For the event loop only; a thread of its own waits for the others."""
 
     def __init__(self, asked: Callable[[int], None]) -> None:
         """asked: called with the number of each wave (`core.scheduling.parts.rounds`)."""

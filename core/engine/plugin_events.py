@@ -1,14 +1,12 @@
-"""Events of requests, steps and the KV cache, for the plugins that listen."""
+"""Events of requests and steps, for the plugins that listen."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from contextvars import Context
 from typing import Any
 
-from ..cache.events import CacheEvent, KVCacheInfo
-from ..errors import JackfieldError, PluginError
 from ..registry import Plugins
 from ..step import StepPlan, StepResult
 from .pooling import PoolingState
@@ -16,7 +14,7 @@ from .request_state import RequestState
 
 
 class PluginEvents:
-    """Emits `request_finished` and `step_finished`, each in a task, and those of the cache.
+    """Emits `request_finished` and `step_finished`, each in a task.
 
     Listeners are looked up once: without them events cost nothing.
     """
@@ -24,7 +22,6 @@ class PluginEvents:
     def __init__(self, plugins: Plugins) -> None:
         self.wants_requests = plugins.has_listeners("request_finished")
         self.wants_steps = plugins.has_listeners("step_finished")
-        self.wants_cache = plugins.has_listeners("kv_cache_changed")
         self._plugins = plugins
         self._tasks: set[asyncio.Future[Any]] = set()
 
@@ -38,23 +35,6 @@ class PluginEvents:
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:
         """Announce a published step."""
         self._spawn(self._plugins.emit("step_finished", plan=plan, result=result))
-
-    def cache_started(self, cache: KVCacheInfo) -> None:
-        """Announce the cache. Raises ConfigError, and PluginError for other errors of a plugin."""
-        for impl in self._plugins.implementations("kv_cache_started"):
-            try:
-                impl.function(**{name: cache for name in impl.argnames})
-            except JackfieldError:
-                raise
-            except (Exception, SystemExit) as error:
-                raise PluginError(
-                    f"{self._plugins.source(impl)} failed in kv_cache_started: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-
-    def cache_changed(self, events: Sequence[CacheEvent]) -> None:
-        """Announce what hits find, or find no more."""
-        self._plugins.emit_now("kv_cache_changed", events=events)
 
     async def settled(self) -> None:
         await asyncio.gather(*self._tasks, return_exceptions=True)

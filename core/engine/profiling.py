@@ -100,7 +100,7 @@ class Profiler:
         self._count = 0
         """Profiles so far."""
         self._timeline: Timeline | None = None
-        """That of the running profile."""
+        """Timeline of the running profile."""
         self._timer: asyncio.TimerHandle | None = None
         self._writing: asyncio.Task[str] | None = None
         """Writes the last profile's trace; None once its path was returned."""

@@ -13,7 +13,7 @@ class RequestOptions(TypedDict, total=False):
     """Options of `AsyncEngine.generate`, `session`, `chat` and `encode`."""
 
     request_id: str | None
-    """Of a live request none other may have it; None: a random one."""
+    """Unique among live requests; None: a random one."""
     priority: int
     """0 by default; a lower number goes first (`scheduling_policy`)."""
     cache_salt: str | None

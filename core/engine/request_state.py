@@ -334,4 +334,4 @@ def _position(position: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionL
 
 
 def _no_text(token: int) -> None:
-    """Return no text: there is no tokenizer."""
+    """Return no text, without a tokenizer."""

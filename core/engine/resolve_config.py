@@ -222,7 +222,7 @@ def _check_prompt_embeds(config: EngineConfig, model_config: ModelConfig, model:
 
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""Of which a checkpoint has one, if its media can be processed."""
+"""A checkpoint whose media can be processed has one of them."""
 
 
 def resolve_media(

@@ -100,7 +100,7 @@ class StepLoop:
         """When QUIET_SECONDS without a request will have passed."""
         self._wake = asyncio.Event()
         self._holders: dict[object, asyncio.Event] = {}
-        """Who lets no step be launched → set once none is in flight."""
+        """Callers of `hold` → set once no step is in flight."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

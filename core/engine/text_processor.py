@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from ..config import EngineConfig
 from ..errors import ConfigError, InvalidRequest, LoadError
@@ -13,7 +13,7 @@ from ..loading.model_config import ModelConfig, resolve_model_config
 from ..registry import Plugins
 from ..sampling_params import SamplingParams
 from ..text.chat_messages import check_kwargs
-from ..text.chat_template import ChatTemplate, Placeholder
+from ..text.chat_template import ChatTemplate, Placeholder, RenderOptions
 from ..text.template_traits import ContentFormat
 from ..text.text_threads import TextThreads, rough_size
 from ..text.token_limit import LONG_TEXT, TokenLimit
@@ -26,14 +26,10 @@ MAX_PROMPT_ENDS = 100
 """Cached results of `TextProcessor.prompt_end`."""
 
 
-class ChatOptions(TypedDict, total=False):
+class ChatOptions(RenderOptions, total=False):
     """How messages become a prompt."""
 
-    tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
-    add_generation_prompt: bool
-    continue_final_message: bool
-    documents: Sequence[Mapping[str, Any]] | None
     chat_template: str | None
     """Replaces the model's template."""
     add_special_tokens: bool

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 Stack: TypeAlias = list[Any]
 MAX_INSTRUCTIONS = 1 << 20
-"""Of a pickle, each of which takes about a microsecond; the handle of a tensor has about 60."""
+"""Most of a pickle. Each takes about a microsecond; the handle of a tensor has about 60."""
 
 
 class Name(NamedTuple):

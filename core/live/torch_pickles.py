@@ -19,7 +19,7 @@ from .worker_jobs import SharedBucket, SharedTensor, TensorPart
 MOST_DIMENSIONS = 16
 LONGEST_HANDLE = 4096
 NUM_ARGUMENTS = 15
-"""Of `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
+"""Arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
 TYPES = frozenset(("torch", name) for name in DTYPES.values())
 SIZE = ("torch", "Size")
 REBUILDERS = frozenset(

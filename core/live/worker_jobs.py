@@ -219,9 +219,9 @@ class WeightCount(msgspec.Struct, frozen=True):
     """How much an update has brought, on one rank."""
 
     num_tensors: int
-    """Of the checkpoint."""
+    """Tensors of the checkpoint."""
     nbytes: int
-    """That the model has of them."""
+    """Bytes that they have in the model."""
 
 
 StagingJob: TypeAlias = (

@@ -12,9 +12,9 @@ from ..audio.source import check_seconds, samples_of
 from ..errors import InvalidRequest
 
 MAX_SECONDS = 600
-"""Of a recording in a prompt."""
+"""Longest recording in a prompt."""
 DECODE_SECONDS = 20
-"""Of work on one recording."""
+"""Longest work on one recording."""
 _WINDOW_SECONDS = 10
 
 

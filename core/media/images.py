@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "MPO", "AVIF", "TIFF")
-"""Of Pillow. Others have decoders that are seldom used, and so seldom tested."""
+"""Pillow's formats that are read. Others have decoders that are seldom used and seldom tested."""
 MAX_PIXELS = 1 << 26
 """Most pixels of a picture, from its header: 192 MiB decoded."""
 MAX_RATIO = 200

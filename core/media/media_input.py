@@ -36,7 +36,7 @@ MAX_BYTES = 4 << 30
 MAX_LOWERED = 8
 """Most processors with options of requests that are kept."""
 CACHE_BYTES = 256 << 20
-"""Of processed items that are kept for later requests."""
+"""Most bytes of processed items that are kept for later requests."""
 
 
 class MediaInput:

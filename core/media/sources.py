@@ -102,7 +102,7 @@ class MediaSource(NamedTuple):
     field: str
     """What the request calls it, for errors."""
     detail: str = "auto"
-    """Of `DETAILS`, for pictures."""
+    """One of `DETAILS`, for pictures."""
     options: str = ""
     """The request's `mm_processor_kwargs`, as JSON; empty: none."""
 

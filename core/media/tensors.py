@@ -19,7 +19,7 @@ from .fetch import decode_base64
 MAX_DESCRIPTION_BYTES = 1 << 16
 """Of what a file says of its one tensor."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Of embeddings."""
+"""Types of embeddings."""
 
 
 def read_tensor(value: Any, field: str) -> torch.Tensor:

@@ -23,15 +23,15 @@ from .fetch import MAX_BYTES
 from .images import MAX_PIXELS, MAX_RATIO
 
 MAX_FRAMES = 768
-"""That are taken of a video."""
+"""Most frames that are taken from a video."""
 MAX_SOURCE_FRAMES = 1 << 17
-"""That a video has: an hour and more, of 30 per second."""
+"""Most frames of a video: more than an hour at 30 per second."""
 MAX_VIDEO_PIXELS = 1 << 28
-"""Of all frames that are taken: 768 MiB decoded."""
+"""Most pixels of all frames that are taken: 768 MiB decoded."""
 PROCESSES = 2
-"""That decode at once."""
+"""Processes that decode at once."""
 DECODE_SECONDS = 30
-"""Of a process, and of its work."""
+"""Most seconds of a process, and of its CPU time."""
 DECODE_MEMORY = 3 << 30
 """Bytes of addresses of a process."""
 _decoding = threading.Semaphore(PROCESSES)

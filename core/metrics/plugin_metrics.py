@@ -27,9 +27,8 @@ def add_plugin_metrics(
     for impl in plugins.implementations("register_metrics"):
         provenance = plugins.source(impl)
         own = prometheus.CollectorRegistry()
-        arguments = {"registry": own, "engine": engine}
         try:
-            impl.function(**{name: arguments[name] for name in impl.argnames})
+            plugins.call(impl, registry=own, engine=engine)
             names = {family.name for family in own.collect()}
             for name in sorted(names & owners.keys()):
                 raise PluginError(f"a metric {name!r} is there already, of {owners[name]}")

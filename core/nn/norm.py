@@ -21,7 +21,7 @@ from .layer_operations.products import CenteredNorm, Norm, NormSums
 from .operations import Operations
 
 SUMMED_ROWS = 4096
-"""Of a weight that are float32 at once while it is summed."""
+"""Rows of a weight that are float32 at once while it is summed."""
 NO_SUMS: Mapping[nn.Module, NormSums] = MappingProxyType({})
 
 

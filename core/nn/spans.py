@@ -16,9 +16,9 @@ class Span(NamedTuple):
     """The tokens of a span that a step computes: its last ones."""
 
     row: int
-    """Of the step."""
+    """Number of the row in the step."""
     first_token: int
-    """Of the step."""
+    """Number of the token in the step."""
     first_position: int
     end: int
     """Position behind the span; all before it are cached once the step has written its own."""

@@ -18,11 +18,11 @@ class ExpertShare(NamedTuple):
     """Numbers of the experts that this rank loads, by place; neighbours, unless some have
     copies."""
     num_experts: int
-    """Of all ranks, without copies."""
+    """Experts of all ranks, without copies."""
     first: int
     """Number of this rank's first place among those of all ranks."""
     num_places: int
-    """Of all ranks, copies included."""
+    """Experts of all ranks, copies included."""
     num_ranks: int
 
     @classmethod

@@ -15,7 +15,7 @@ VARIABLE = "JACKFIELD_EXPERT_ENGINES"
 """host:port:number of a member's process, from which its ranks have it."""
 HOST = "127.0.0.1"
 LOOK_SECONDS = 600.0
-"""After which `Engine.hears` returns, by default."""
+"""Default timeout of `Engine.hears`."""
 
 
 class MeetingPlace:

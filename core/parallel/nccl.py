@@ -18,7 +18,7 @@ from ..live.pickled_data import Call, Name, Unreadable, read_pickle
 
 UNIQUE_ID_BYTES = 128
 KEY = "broadcast_from/0/0"
-"""Of the first object that number 0 of a `StatelessProcessGroup` tells all others."""
+"""Key of the first object that rank 0 of a `StatelessProcessGroup` broadcasts."""
 BYTE, FLOAT, SUM = 1, 7, 0
 """NCCL's numbers of types and operations."""
 IN_PROGRESS = 7

@@ -19,7 +19,7 @@ class Round:
         self.waits: Callable[[bool], None] = lambda waits: None
         """Called when this rank begins, and ends, to wait for the others."""
         self.num_ranks = num_ranks
-        """Of an engine."""
+        """Ranks of an engine."""
         self._counts = counts
 
     def begin(self, num_tokens: int) -> int:

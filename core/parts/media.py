@@ -20,7 +20,7 @@ class MediaTensor(msgspec.Struct, frozen=True, gc=False):
     """A tensor of an item's processor."""
 
     dtype: str
-    """Of numpy."""
+    """Name of a numpy dtype."""
     shape: tuple[int, ...]
     data: bytes
 

@@ -45,7 +45,7 @@ class StepCost(msgspec.Struct, frozen=True, gc=False):
 
     rows: int
     drafts: int
-    """Of each row."""
+    """Drafts of each row."""
     seconds: float
 
 

@@ -31,7 +31,7 @@ MAX_OBJECT = 1 << 30
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     format: str
     versions: dict[str, str]
-    """Of Jackfield, Python and computing libraries."""
+    """Versions of Jackfield, Python and computing libraries."""
     config: EngineConfig
     """Resolved; its seed yields plans' seeds."""
     info: ExecutorInfo

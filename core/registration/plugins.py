@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import re
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -197,7 +198,7 @@ class Plugins:
                                      options.get(entry.name, {}))  # fmt: skip
                 self._options[entry.name] = typed
                 for impl in self.implementations("options_ready", entry.provenance.plugin):
-                    more = impl.function(**{name: typed for name in impl.argnames})
+                    more = self.call(impl, options=typed)
                     self._turn_on(entry.provenance, more)
             except ConfigError:
                 raise
@@ -296,27 +297,42 @@ class Plugins:
 
     def has_listeners(self, event: str) -> bool:
         """Return whether any plugin implements an event hook."""
-        return bool(getattr(self.manager.hook, event).get_hookimpls())
+        return bool(self.implementations(event))
 
-    def emit_now(self, event: str, **kwargs: Any) -> None:
-        """Call an event hook that is not async, at once. A listener's error is logged, not
-        raised."""
-        for impl in reversed(getattr(self.manager.hook, event).get_hookimpls()):
-            try:
-                impl.function(**{k: kwargs[k] for k in impl.argnames})
-            except (Exception, SystemExit):
-                logger.exception("plugin %s failed in %s", impl.plugin_name, event)
+    @staticmethod
+    def call(impl: pluggy.HookImpl, **arguments: Any) -> Any:
+        """Call one implementation with those of the hook's arguments that it takes."""
+        return impl.function(**{name: arguments[name] for name in impl.argnames})
 
-    async def emit(self, event: str, **kwargs: Any) -> None:
+    def emit_now(self, event: str, **arguments: Any) -> None:
+        """Call an event hook that is not async. A listener's error is logged, not raised."""
+        for _ in self._results(event, arguments):
+            pass
+
+    async def emit(self, event: str, **arguments: Any) -> None:
         """Call an event hook, and await awaitable results. A listener's error is logged, not
         raised."""
-        for impl in reversed(getattr(self.manager.hook, event).get_hookimpls()):
-            try:
-                result = impl.function(**{k: kwargs[k] for k in impl.argnames})
-                if inspect.isawaitable(result):
+        for impl, result in self._results(event, arguments):
+            if inspect.isawaitable(result):
+                with _logged(impl, event):
                     await result
-            except (Exception, SystemExit):
-                logger.exception("plugin %s failed in %s", impl.plugin_name, event)
+
+    def _results(
+        self, event: str, arguments: Mapping[str, Any]
+    ) -> Iterator[tuple[pluggy.HookImpl, Any]]:
+        """Call each listener in turn, the last one registered first."""
+        for impl in reversed(self.implementations(event)):
+            with _logged(impl, event):
+                yield impl, self.call(impl, **arguments)
+
+
+@contextlib.contextmanager
+def _logged(impl: pluggy.HookImpl, event: str) -> Iterator[None]:
+    """Log a listener's error, and suppress it."""
+    try:
+        yield
+    except (Exception, SystemExit):
+        logger.exception("plugin %s failed in %s", impl.plugin_name, event)
 
 
 def normal_name(name: str) -> str:

@@ -154,7 +154,7 @@ class Change(msgspec.Struct, omit_defaults=True, kw_only=True):
     logprobs: list[TokenLogprobs] = []
     """[len(token_ids)], if requested."""
     prompt_logprobs: list[TokenLogprobs] = []
-    """Of the next prompt tokens."""
+    """Log-probabilities of the next prompt tokens."""
     num_cached_tokens: int | None = None
     """With the first tokens."""
     first_scheduled: float | None = None

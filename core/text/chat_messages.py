@@ -10,7 +10,7 @@ from ..errors import InvalidRequest, shortened, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 PAIR_ROLES = ("query", "document")
-"""Of two texts that are scored, in templates that read these roles."""
+"""Roles of two texts that are scored, in templates that read them."""
 _MAX_DEPTH = 64
 RESERVED = frozenset(
     {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from jinja2 import Template, meta, nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
@@ -43,6 +43,17 @@ from .tokenizer import Tokenizer
 
 _TRIAL_STEPS = 20_000
 """Steps for rendering a small conversation, to probe a template."""
+
+
+class RenderOptions(TypedDict, total=False):
+    """What a chat template gets besides messages."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    """In OpenAI's form."""
+    add_generation_prompt: bool
+    continue_final_message: bool
+    documents: Sequence[Mapping[str, Any]] | None
+    """For templates that write them."""
 
 
 class Placeholder(NamedTuple):
@@ -182,40 +193,25 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        **options: Unpack[RenderOptions],
     ) -> str:
         """Return the prompt as text.
 
-        messages, tools: in OpenAI's form. template_kwargs: variables for the template
-        (`enable_thinking`), except its own inputs and functions. documents: for templates that
-        write them. Developers' messages become the system's if the template knows no developers.
-        Raises InvalidRequest with the path of the offending field.
+        messages: in OpenAI's form; developers' become the system's if the template knows no
+        developers. template_kwargs: variables for the template (`enable_thinking`), except its own
+        inputs and functions. Raises InvalidRequest with the path of the offending field.
         """
-        return self._render(
-            messages,
-            tools,
-            add_generation_prompt,
-            continue_final_message,
-            template_kwargs or {},
-            documents,
-            RenderingGuards(),
-        )
+        return self._render(messages, template_kwargs or {}, RenderingGuards(), **options)
 
     def render_tokens(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
         add_special_tokens: bool = False,
         limit: TokenLimit | None = None,
+        **options: Unpack[RenderOptions],
     ) -> list[int]:
         """Return the prompt as token ids; arguments and errors as for `render`.
 
@@ -243,15 +239,7 @@ class ChatTemplate:
             self._unsearched.mark if self._guards_assistants else same,
             check_characters,
         )
-        text = self._render(
-            messages,
-            tools,
-            add_generation_prompt,
-            continue_final_message,
-            template_kwargs or {},
-            documents,
-            guards,
-        )
+        text = self._render(messages, template_kwargs or {}, guards, **options)
         if not guards.broken:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=limit)
         return encode_within(
@@ -264,12 +252,13 @@ class ChatTemplate:
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
         template_kwargs: Mapping[str, Any],
-        documents: Sequence[Mapping[str, Any]] | None,
         guards: RenderingGuards,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         name = self._template_name(bool(tools))
         check_kwargs(template_kwargs)

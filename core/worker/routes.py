@@ -46,7 +46,7 @@ class DecodeGraphRoute:
         self.graphs: DecodeGraphs | None = None
         """None until steps are recorded, and once one could not be."""
         self.variants: dict[str, DecodeGraphs] = {}
-        """Of steps that launch other kernels because of a part, likewise."""
+        """Graphs of steps that launch other kernels because of a part, likewise."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep | None:
         """Queue a decode step."""
@@ -91,7 +91,7 @@ class MixedGraphLaunch:
         self.graphs: MixedGraphs | None = None
         """None until steps are recorded, and once one could not be."""
         self.variants: dict[str, MixedGraphs] = {}
-        """Of steps that launch other kernels because of a part, likewise."""
+        """Graphs of steps that launch other kernels because of a part, likewise."""
 
     def serving(self, plan: StepPlan) -> MixedGraphs | None:
         """Return the graphs for a plan of its kind; None: it must be launched."""

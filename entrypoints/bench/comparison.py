@@ -18,7 +18,7 @@ SERVE_NUMBERS = (
     "requests_per_second", "output_tokens_per_second", "ttft_p50_ms", "ttft_p99_ms",
     "tpot_p50_ms", "itl_p50_ms", "itl_p99_ms",
 )  # fmt: skip
-"""Of loads on a server, beside the workload's own number."""
+"""Numbers of loads on a server, beside the workload's own."""
 START_NUMBERS = ("ready_s", "first_token_s")
 SITTING = datetime.timedelta(minutes=30)
 """Lines further apart were not measured in one sitting, and are not compared."""

@@ -20,9 +20,9 @@ class Ceilings(msgspec.Struct, frozen=True):
     copy_bytes_per_second: float
     """Read plus written, of a large device-to-device copy."""
     read_bytes_per_second: float
-    """Of a large sum."""
+    """Measured with a large sum."""
     matmul_flops: float
-    """Of a large square product in `dtype`."""
+    """Measured with a large square product in `dtype`."""
     dtype: str
     device: str
 
@@ -131,9 +131,9 @@ class StateShape(NamedTuple):
 
     layers: int
     weights: int
-    """Of one layer."""
+    """Weights of one layer."""
     elements: int
-    """Of one sequence's state in one layer."""
+    """Elements of one sequence's state in one layer."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> StateShape | None:

@@ -198,7 +198,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a prefix common to all chats."""
     turns: int = 1
     parts: tuple[tuple[int, int, int], ...] = ()
-    """Of a mix: (requests, prompt, output) of each part; they come in random order."""
+    """Parts of a mix, each (requests, prompt, output); requests come in random order."""
     median: int = 0
     """If not 0, prompts are of log-normal lengths with this median, cut off to `prompt`."""
     streams: int = 0

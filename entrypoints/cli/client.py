@@ -83,7 +83,7 @@ class Client:
             if getattr(args, name) is not None
         }
         self.stats = Stats() if args.stats else None
-        """Of the last response, if requested."""
+        """Statistics of the last response, if requested."""
 
     def choices(self, route: str, **body: Any) -> Iterator[dict[str, Any]]:
         """POST a body, and yield the choices of the stream. Raises OSError."""

@@ -26,7 +26,7 @@ class CheckpointFacts(msgspec.Struct, frozen=True):
     """Facts of a checkpoint's folder."""
 
     digest: str
-    """Of the names and sizes of its files, and of its configuration."""
+    """Digest of the names and sizes of its files, and of its configuration."""
     num_bytes: int
     modified_at: str
     num_parameters: int | None

@@ -34,9 +34,8 @@ def add_plugin_routes(app: web.Application, engine: AsyncEngine) -> None:
         app.router.add_resource("/.plugin-routes")
         restore = _restorer(app)
         before = list(app.router.routes())
-        arguments = {"app": app, "engine": engine}
         try:
-            impl.function(**{name: arguments[name] for name in impl.argnames})
+            engine.plugins.call(impl, app=app, engine=engine)
             routes = set(before)
             new = [route for route in app.router.routes() if route not in routes]
             for route in new:

@@ -44,10 +44,10 @@ class MetricsKit(Kit):
         plugin = self.plugin
         if plugin is None or not hasattr(plugin, "register_metrics"):
             pytest.fail("set `plugin` to the module or object with `register_metrics`")
-        for impl in self.plugins().implementations("register_metrics"):
+        plugins = self.plugins()
+        for impl in plugins.implementations("register_metrics"):
             if impl.plugin is plugin:
-                arguments = {"registry": registry, "engine": engine}
-                impl.function(**{name: arguments[name] for name in impl.argnames})
+                plugins.call(impl, registry=registry, engine=engine)
 
     def serve(self, count: int) -> dict[str, dict[tuple[Any, ...], float]]:
         """Return the plugin's samples when an engine has stopped after `count` requests: name →

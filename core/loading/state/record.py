@@ -12,7 +12,7 @@ from ...parallel.ranks import Ranks
 from ..model_config import ModelConfig
 
 VERSION = 1
-"""Of the names in the files."""
+"""Version of the names in the files."""
 
 
 class StateRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,13 +48,13 @@ class StepPace(NamedTuple):
     start: float
     """Expected start of the step being planned, in `time.monotonic`."""
     seconds_per_token: float
-    """Of steps with prompts."""
+    """Seconds per token of steps with prompts."""
     short_step: int
     """Tokens per SHORT_STEP_SECONDS."""
     decode_seconds: float = 0.0
-    """Of a step of the present decode rows alone."""
+    """Duration of a step with just the present decode rows."""
     beside_seconds: float = 0.0
-    """Of each prompt token beside them, more than that; 0: unknown."""
+    """What each prompt token adds to that; 0: unknown."""
     excess: float = 1.0
     """Of such steps' durations over these, which few exceed."""
 

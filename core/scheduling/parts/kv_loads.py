@@ -32,7 +32,7 @@ class Loads:
         self._kv = kv
         self._loads: dict[int, Load] = {}
         self._keys: set[bytes] = set()
-        """Of all of them."""
+        """Keys of all of them."""
         self.num_failed = 0
         self.num_loaded_tokens = 0
 

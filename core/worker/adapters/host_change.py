@@ -33,7 +33,7 @@ class ExpertPieces:
     """What one adapter changes in a layer of all experts, in host memory."""
 
     num_experts: int
-    """Of this rank."""
+    """Experts of this rank."""
     in_features: int
     bounds: tuple[int, ...]
     """Where the parts of one expert's output features begin, and the end."""

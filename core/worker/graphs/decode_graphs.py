@@ -275,7 +275,7 @@ class _StaticStep:
 
     slots: tuple[int, ...]
     rows: int
-    """Of the graph."""
+    """Rows of the graph."""
     shared_prefix: int
     own_slots: np.ndarray
     """[len(slots)] intp"""

@@ -18,18 +18,18 @@ from .recorder import WORTH_RECORDING, Recorder, Replay
 logger = logging.getLogger("jackfield.worker")
 
 MAX_GRAPHS = 32
-"""That are kept; the one that served longest ago makes room."""
+"""Graphs that are kept; the least recently used one makes room."""
 MAX_KINDS = 64
-"""Of items that are remembered for having been launched."""
+"""Kinds of items that are remembered for having been launched."""
 MAX_KIND_BYTES = 1 << 18
-"""Of sizes and masks; items with more are launched."""
+"""Most bytes of sizes and masks; items with more are launched."""
 WORTH_SPARE_TIME = 2
 """Launches from which a graph is recorded in spare time."""
 CONTENTS = ("float32", "float16", "uint8")
 """Types of tensors whose numbers differ between items of a kind. What others say, such as sizes and
 masks, decides what is launched."""
 ALIGNMENT = 256
-"""Of tensors in a buffer."""
+"""Alignment of tensors in a buffer, in bytes."""
 
 Item = Mapping[str, torch.Tensor]
 

@@ -14,7 +14,7 @@ from .draft_graphs import DraftGraphs
 from .pass_graphs import PassGraphs
 
 RUNS = 3
-"""Of a step; the fastest counts, as the first may find a device that sleeps."""
+"""Runs of a step; the fastest counts, as the first may find a device that sleeps."""
 
 
 class StepCosts:

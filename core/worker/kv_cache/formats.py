@@ -31,7 +31,7 @@ class CacheFormats(NamedTuple):
     """What the layers' caches require of backends."""
 
     dtype: torch.dtype
-    """Of layers without their own format."""
+    """Type of layers without their own format."""
     fp8_layers: tuple[Attention, ...]
     quantized: str | None
     """The layers' quantized format."""

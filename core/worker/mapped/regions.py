@@ -15,7 +15,7 @@ from .driver import AddressSpace
 CHUNK_BYTES = 256 << 20
 """Mapped at once: few enough pieces, and little lost at the end of a model's weights."""
 ALIGNMENT = 512
-"""Of tensors, as torch's allocator aligns them."""
+"""Alignment of tensors in bytes, as torch's allocator has it."""
 BESIDE = "draft_weights"
 """Owner of the weights of models that serve beside the engine's."""
 

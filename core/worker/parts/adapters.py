@@ -111,7 +111,7 @@ class Adapters(WorkerPart):
         self._step = NO_ADAPTERS
         self._recording: str | None = None
         self._number = 0
-        """Of the step at hand."""
+        """Number of the current step."""
         self._unit_steps = np.zeros(pool.num_units, dtype=np.int64)
         """Step that used each unit last."""
         self._ends: deque[tuple[int, Any]] = deque(maxlen=KNOWN_STEPS)

@@ -142,7 +142,7 @@ class InputEmbeds(WorkerPart):
         self._budget = budget
         self._make_largest = largest
         self._recorded_rows = budget // RECORDED_SHARE
-        """Of a graph."""
+        """Rows of a graph."""
         self._largest: list[Kind] = []
         """The largest items that requests may send."""
         self._expected: list[Kind] = []

@@ -29,7 +29,7 @@ logger = logging.getLogger("jackfield.worker")
 ELEMENTS = 1 << 25
 """Most keys and values (elements) that are copied at once, which bounds the memory of it."""
 MAX_TOKENS = 1 << 20
-"""Of a block, where no layer has levels."""
+"""Tokens of a block, where no layer has levels."""
 
 
 class LevelKind(NamedTuple):

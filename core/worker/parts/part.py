@@ -53,7 +53,7 @@ class WorkerPart(PerSlot):
     """
 
     name: ClassVar[str]
-    """That of the scheduler half."""
+    """Name of the scheduler half, too."""
     variants: ClassVar[tuple[str, ...]] = ()
     """Recorded steps that launch other kernels because of this part, besides the plain ones."""
 
@@ -172,7 +172,7 @@ class PartNeeds:
     refuses: Callable[[type[PagedBackend]], str | None] | None = None
     """Attention backend → why it does not serve with the part, in a clause; None: it does."""
     specs: Sequence[LayerSpec] = ()
-    """Of layers that attend to something else than the sequence."""
+    """Specs of layers that attend to something else than the sequence."""
     nbytes: int = 0
     """Bytes of device memory that it holds besides blocks."""
     later_bytes: int = 0

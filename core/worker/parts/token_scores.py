@@ -13,7 +13,7 @@ from .compacted_layers import CompactedLayer
 from .query_ring import QueryRing
 
 FIRST_TOKENS = 4
-"""Of a sequence, which most attention goes to."""
+"""First tokens of a sequence, which get most attention."""
 
 
 def merges(compressor: type[KVCompressor]) -> bool:

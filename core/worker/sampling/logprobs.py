@@ -10,7 +10,7 @@ from .row_chunks import slices
 from .step_stages import Rows
 
 LEAST = -9999.0
-"""Of a token that cannot be sampled, as in vLLM: JSON has no infinity."""
+"""Log-probability of a token that cannot be sampled, as in vLLM: JSON has no infinity."""
 
 
 @dataclass(frozen=True)

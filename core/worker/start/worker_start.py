@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
-from ...cache.groups import CacheGroup
 from ...config import EngineConfig
 from ...errors import ConfigError
 from ...loading.build import build_model
@@ -22,37 +18,20 @@ from ...loading.model_config import ModelConfig
 from ...loading.model_tensors import ModelTensors
 from ...nn.attention import Attention
 from ...nn.operations import Operations
-from ...nn.rotary import Rotary
 from ...parallel.ranks import Ranks
-from ...protocols.attention import BackendSetup, LayerSpec, PagedBackend
+from ...protocols.attention import LayerSpec
 from ...protocols.executors import ExecutorInfo
-from ...protocols.logits_processors import LogitsProcessorSetup
 from ...registration.choice import choose
 from ...registry import Plugins
-from ..batch import STEPS_IN_FLIGHT, PersistentBatch
 from ..graphs.recorder import Recorder
-from ..kv_cache.allocation import bind_cache, form_cache_groups
-from ..kv_cache.formats import QUANTIZED_WRITES, CacheFormats, choose_formats
-from ..kv_cache.memory import (
-    CacheDemand,
-    bytes_per_block,
-    bytes_per_token,
-    num_kv_blocks,
-    zeros,
-)
+from ..kv_cache.formats import QUANTIZED_WRITES, choose_formats
+from ..kv_cache.memory import num_kv_blocks
 from ..kv_cache.scales import to_be_scaled, unscaled
 from ..mapped.regions import MappedMemory
 from ..parts.adapters import AdaptersStart
-from ..parts.kv_compression import KVCompressionStart
-from ..parts.part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
-from ..parts.speculation import SpeculationStart
-from ..parts.states import StatesStart
+from ..parts.part import PartNeeds, StartContext
 from ..pooling_runner import PoolingRunner
 from ..runner import ModelRunner
-from ..sampling.masks import grammar_masks
-from ..sampling.processors import Processors
-from ..sampling.sampler import Sampler
-from ..sampling.sampling_state import SamplingState
 from ..selection import (
     CacheLayer,
     backend_kind,
@@ -60,11 +39,11 @@ from ..selection import (
     invariance_refusal,
     keys_and_values,
 )
-from ..shared_prefixes import SharedPrefixes
-from .attention import ChosenBackend, choose_attention
+from .attention import choose_attention
+from .cache_plan import CachePlan
 from .cache_room import CacheRoom
+from .make_runner import RunnerMaker
 from .parts import start_parts
-from .stages import AllStages, StageFacts
 from .step_graphs import StepGraphs
 from .warmup import Warmup
 
@@ -116,7 +95,6 @@ class WorkerStart:
         self._recorder = recorder
         self._notify = notify
         self._mapped = mapped
-        self._zeros = zeros if mapped is None else mapped.zeros
         self._began = time.monotonic()
 
     @torch.inference_mode()
@@ -157,14 +135,11 @@ class WorkerStart:
 
     def _start_encoder(self, model: nn.Module, operations: Operations) -> StartedWorker:
         unscaled((), self.config, fp8_cache=False)
-        batch = self._batch(operations, self.model_config.max_model_len)
-        starts = []
-        if self.config.enable_lora:
-            start = self._start_context(
-                model, operations, layers=(), key_values=(), kv_dtype=self.model_config.dtype
-            )
-            starts = [AdaptersStart(start)]
-        runner = self._pooling_runner(model, None, batch, starts)
+        start = self._start_context(
+            model, operations, layers=(), key_values=(), kv_dtype=self.model_config.dtype
+        )
+        maker = RunnerMaker(start, [AdaptersStart(start)] if self.config.enable_lora else [])
+        runner = maker.encoder_runner()
         warmup = self._warmup(runner)
         with self.ranks.pause():
             warmup.precompile(operations)
@@ -173,155 +148,88 @@ class WorkerStart:
             # request.
             warmup.run_largest()
         warmup.warm_up()
-        info = ExecutorInfo(
+        info = self._info(
+            maker,
+            runner,
             num_blocks=0,
-            device=str(self.device),
-            dtype=str(self.model_config.dtype).removeprefix("torch."),
             attention_backend="encoder",
             attention_reason="whole prompts, no KV cache",
             weight_bytes=_weight_bytes(model),
             kv_cache_bytes=0,
             load_seconds=time.monotonic() - self._began,
-            steps_in_flight=STEPS_IN_FLIGHT,
-            parts=tuple(part.name for part in runner.parts),
         )
         return StartedWorker(info, runner, operations, warmup, self._tensors, mapped=self._mapped)
 
     def _start_decoder(
         self, model: nn.Module, operations: Operations, operations_name: str, room: CacheRoom
     ) -> StartedWorker:
-        config, device = self.config, self.device
+        config = self.config
         weight_bytes = _weight_bytes(model)
         layers = cache_layers(model)
         with_keys = keys_and_values(layers, config)
         checkpoint_dtype = getattr(model, "kv_cache_dtype", None) if with_keys else None
         formats = choose_formats(with_keys, config, checkpoint_dtype, self.model_config.dtype)
-        kv_dtype = formats.dtype
         if formats.quantized:
             _check_features(
                 operations, operations_name, PartNeeds(QUANTIZED_WRITES), "kv_cache_dtype"
             )
         first_scaled = unscaled(formats.fp8_layers, config, formats.fp8_cache)
-        starts = start_parts(
-            self._start_context(
-                model, operations, layers=layers, key_values=with_keys, kv_dtype=kv_dtype
-            ),
-            self._notify,
+        start = self._start_context(
+            model, operations, layers=layers, key_values=with_keys, kv_dtype=formats.dtype
         )
-        for start in starts:
-            _check_features(operations, operations_name, start.needs, start.option)
-        needs = [start.needs for start in starts]
-        specs: list[LayerSpec] = [
-            to_be_scaled(layer.spec)
-            if isinstance(layer, Attention) and layer in first_scaled
-            else layer.spec
-            for layer in layers
-        ]
+        parts = start_parts(start, self._notify)
+        for part in parts:
+            _check_features(operations, operations_name, part.needs, part.option)
+        needs = [part.needs for part in parts]
+        models = [need.model for need in needs if need.model is not None]
+        specs = _layer_specs(layers, first_scaled)
         chosen = choose_attention(
             self.plugins,
             config,
             backend_kind(layers),
             [*specs, *(spec for need in needs for spec in need.specs)],
-            device,
+            self.device,
             self.model_config.dtype,
             formats=formats,
             needs=needs,
         )
-        own_blocks = self._layers_of_parts(needs)
-        layers = [*layers, *own_blocks]
-        cache_specs = [layer.cache_spec(kv_dtype) for layer in layers]
-        states = next((start.states for start in starts if isinstance(start, StatesStart)), None)
-        stage_facts = StageFacts(
-            specs=tuple(cache_specs),
-            num_snapshots=None if states is None else states.num_snapshots,
-            cache_groups=chosen.backend_class.cache_groups,
-        )
-        stages = AllStages(self.ranks.pipeline, stage_facts, device)
-        refusal = None if stages.cache_groups else f"attention backend {chosen.name} reads them"
-        max_model_len = self.model_config.max_model_len
-        all_groups = form_cache_groups(stages.specs, refusal, config, max_model_len)
-        groups = stages.own(all_groups)
-        own_blocks = {layer: count * len(groups) for layer, count in own_blocks.items()}
-        held_bytes = sum(need.nbytes for need in needs) + sum(
-            count * config.block_size * bytes_per_token(layer.cache_spec(kv_dtype))
-            for layer, count in own_blocks.items()
-        )
-        demand = CacheDemand(
-            groups=(*all_groups, *[CacheGroup()] * sum(need.extra_tables for need in needs)),
-            block_bytes=bytes_per_block(cache_specs, groups, config.block_size),
-            block_size=config.block_size,
-            max_model_len=max_model_len,
-            max_chunk=self._max_num_batched_tokens,
-        )
-        later_bytes = sum(need.later_bytes for need in needs)
-        length = room.length_of_tables(demand, held_bytes + later_bytes)
-        sizes = {name: size for need in needs for name, size in need.batch.items()}
-        further = length + sizes.get("num_drafts", 0)
-        models = [need.model for need in needs if need.model is not None]
-        for positions, modules in ((length, [model]), (further, models)):
-            for module in itertools.chain(*(each.modules() for each in modules)):
-                if isinstance(module, Rotary):
-                    module.fill(positions)
-        backend = self._backend(chosen, length, config.max_num_seqs, specs)
-        prefixes = None
-        narrow = formats.quantized or formats.fp8_cache
-        if config.enable_prefix_caching and not narrow and not sizes.get("compacts"):
-            prefixes = self._shared_prefixes(backend, groups, length)
-        batch = self._batch(operations, length, num_groups=len(groups), prefixes=prefixes, **sizes)
-        runner: ModelRunner | PoolingRunner
-        if self.model_config.pooling is not None:
-            runner = self._pooling_runner(model, backend, batch, starts)
-        else:
-            runner = self._model_runner(
-                model, backend, batch, starts,
-                make_backend=functools.partial(self._backend, chosen),
-                layers_backend=lambda own: self._layers_backend(own, chosen, further, starts),
-            )  # fmt: skip
+        plan = CachePlan(start, parts, chosen)
+        length = room.length_of_tables(plan.demand, plan.held_bytes + plan.later_bytes)
+        maker = RunnerMaker(start, parts)
+        runner = maker.decoder_runner(chosen, specs, plan.groups, length, formats)
         graphs = self._graphs(runner)
         warmup = self._warmup(runner)
-        caches = bind_cache(
-            layers, groups, 2, config.block_size, kv_dtype, device, own_blocks, self._zeros
-        )
-        self._bind(starts, caches)
+        plan.allocate(2)  # The null block and another one.
         with self.ranks.pause():
             # How much there is to compile depends on this host's files.
             warmup.precompile(operations, graphs)
-        available = room.available(warmup, held_bytes, later_bytes)
-        num_blocks = num_kv_blocks(config, demand, available)
-        num_blocks = self.ranks.minimum_of_stages(num_blocks, device)
+        num_blocks = self._num_blocks(plan, room, warmup)
+        caches = plan.allocate(num_blocks)
+        warmup.warm_up()
+        for worker_part in runner.parts:
+            worker_part.warm_up()
+        if graphs is not None and not first_scaled:
+            graphs.record_first(self.device)
+        load_seconds = time.monotonic() - self._began
         fitting = None
         if config.max_model_len == "auto":
-            fitting = min(length, demand.longest_of(num_blocks))
-        caches = bind_cache(
-            layers, groups, num_blocks, config.block_size, kv_dtype, device, own_blocks,
-            self._zeros,
-        )  # fmt: skip
-        self._bind(starts, caches)
-        warmup.warm_up()
-        for part in runner.parts:
-            part.warm_up()
-        if graphs is not None and not first_scaled:
-            graphs.record_first(device)
-        load_seconds = time.monotonic() - self._began
+            fitting = min(length, plan.demand.longest_of(num_blocks))
         facts: dict[str, Any] = {}
-        for start in starts:
-            facts |= start.complete(num_blocks)
-        info = ExecutorInfo(
+        for part in parts:
+            facts |= part.complete(num_blocks)
+        info = self._info(
+            maker,
+            runner,
             num_blocks=num_blocks,
-            device=str(device),
-            dtype=str(self.model_config.dtype).removeprefix("torch."),
             attention_backend=chosen.name,
             attention_reason=chosen.reason,
             weight_bytes=weight_bytes + sum(map(_weight_bytes, models)),
-            kv_cache_bytes=num_blocks * demand.block_bytes + held_bytes + later_bytes,
-            block_bytes=demand.block_bytes,
+            kv_cache_bytes=plan.nbytes(num_blocks),
+            block_bytes=plan.demand.block_bytes,
             load_seconds=load_seconds,
-            num_stages=self.ranks.pipeline.size,
-            steps_in_flight=self._steps_in_flight,
-            cache_groups=all_groups,
-            num_snapshots=stages.num_snapshots,
+            cache_groups=plan.all_groups,
+            num_snapshots=plan.num_snapshots,
             max_model_len=fitting,
-            parts=tuple(part.name for part in runner.parts),
             **facts,
         )
         return StartedWorker(
@@ -329,66 +237,10 @@ class WorkerStart:
             self._mapped,
         )  # fmt: skip
 
-    def _backend(
-        self,
-        chosen: ChosenBackend,
-        max_model_len: int,
-        num_rows: int,
-        layers: Sequence[LayerSpec] = (),
-    ) -> PagedBackend:
-        with self.plugins[chosen.kind].calling(chosen.name, "its constructor"):
-            setup = BackendSetup(
-                device=self.device,
-                dtype=self.model_config.dtype,
-                block_size=self.config.block_size,
-                max_num_seqs=num_rows,
-                max_num_batched_tokens=self._max_num_batched_tokens,
-                max_model_len=max_model_len,
-                layers=tuple(layers),
-            )
-            return chosen.backend_class.create(setup)
-
-    def _layers_of_parts(self, needs: Sequence[PartNeeds]) -> dict[CacheLayer, int]:
-        """Return the layers of parts' models that join the cache, with their own blocks."""
-        own_blocks = {}
-        for need in needs:
-            for layer in () if need.model is None else cache_layers(need.model):
-                if isinstance(layer, Attention):
-                    layer.cache_format = self.model_config.dtype
-                own_blocks[layer] = need.own_blocks * (self.config.max_num_seqs + 1)
-        return own_blocks
-
-    def _layers_backend(
-        self,
-        layers: Sequence[CacheLayer],
-        chosen: ChosenBackend,
-        max_model_len: int,
-        starts: Sequence[PartStart],
-    ) -> PagedBackend:
-        """Return a backend for layers of a part's model: the target's, if it serves them."""
-        kind, dtype = backend_kind(layers), self.model_config.dtype
-        specs = [layer.spec for layer in layers]
-        of_caches = (KVCompressionStart, SpeculationStart)
-        needs = [start.needs for start in starts if isinstance(start, of_caches)]
-        formats = CacheFormats(dtype, (), None)
-        name = chosen.name if kind == chosen.kind else "auto"
-        config = msgspec.structs.replace(self.config, attention_backend=name)
-        own = choose_attention(
-            self.plugins, config, kind, specs, self.device, dtype, formats=formats, needs=needs
-        )
-        return self._backend(own, max_model_len, self.config.max_num_seqs, specs)
-
-    @staticmethod
-    def _bind(starts: Sequence[PartStart], caches: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        for start in starts:
-            start.bind(caches)
-
-    # ------------------------------------------------------------ parts
-
-    @property
-    def _steps_in_flight(self) -> int:
-        """One per stage, and one waiting at the first."""
-        return max(STEPS_IN_FLIGHT, self.ranks.pipeline.size + 1)
+    def _num_blocks(self, plan: CachePlan, room: CacheRoom, warmup: Warmup) -> int:
+        available = room.available(warmup, plan.held_bytes, plan.later_bytes)
+        num_blocks = num_kv_blocks(self.config, plan.demand, available)
+        return self.ranks.minimum_of_stages(num_blocks, self.device)
 
     def _start_context(
         self, model: nn.Module, operations: Operations, **layers: Any
@@ -399,98 +251,16 @@ class WorkerStart:
             mapped=self._mapped, **layers,
         )  # fmt: skip
 
-    def _batch(
-        self,
-        operations: Operations,
-        max_model_len: int,
-        **sizes: Any,
-    ) -> PersistentBatch:
-        return PersistentBatch(
-            max_num_seqs=self.config.max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=self.config.block_size,
-            device=self.device,
-            operations=operations,
-            steps_in_flight=self._steps_in_flight,
-            max_tokens=self._max_num_batched_tokens,
-            **sizes,
-        )
-
-    def _shared_prefixes(
-        self,
-        backend: PagedBackend,
-        groups: Sequence[CacheGroup],
-        max_model_len: int,
-    ) -> SharedPrefixes | None:
-        """Return what follows the prefixes of rows; None: nothing reads them once."""
-        most_rows = self.config.max_num_seqs
-        whole = [number for number, group in enumerate(groups) if group.reach is None]
-        if not whole or backend.least_shared_prefix(most_rows) is None:
-            return None
-        return SharedPrefixes(
-            num_slots=most_rows,
-            max_model_len=max_model_len,
-            block_size=self.config.block_size,
-            groups=whole,
-            least_tokens=backend.least_shared_prefix,
-        )
-
-    def _pooling_runner(
-        self,
-        model: nn.Module,
-        backend: PagedBackend | None,
-        batch: PersistentBatch,
-        starts: Sequence[PartStart],
-    ) -> PoolingRunner:
-        pooling = self.model_config.pooling
-        assert pooling is not None, "the model generates text"
-        return PoolingRunner(
-            model=model, pooling=pooling, backend=backend, batch=batch, device=self.device,
-            parts=[part for part in (start.make_pooling(batch) for start in starts) if part],
-        )  # fmt: skip
-
-    def _model_runner(
-        self,
-        model: nn.Module,
-        backend: PagedBackend,
-        batch: PersistentBatch,
-        starts: Sequence[PartStart],
-        **backends: Any,
-    ) -> ModelRunner:
-        config, vocab_size, device = self.config, self.model_config.vocab_size, self.device
-        check_logprobs_mode(config, batch.operations)
-        history = batch.table.token_history
-        setup = LogitsProcessorSetup(
-            vocab_size=vocab_size,
-            num_slots=config.max_num_seqs,
-            max_model_len=batch.max_model_len,
-            device=device,
-            history=history,
-        )
-        operations = batch.operations
-        sampling = SamplingState(
-            config.max_num_seqs + 1, vocab_size, device, history, kernels=operations.samples
-        )
-        processors = Processors.load(self.plugins, config, setup)
-        site = PartSite(batch, sampling, **backends)
-        parts: list[WorkerPart] = [start.make(site) for start in starts]
-        return ModelRunner(
-            model=model,
-            backend=backend,
-            batch=batch,
-            sampling=sampling,
-            sampler=Sampler(
-                sampling,
-                processors,
-                operations,
-                rows_per_slot=1 + batch.num_drafts,
-                logprobs_mode=config.logprobs_mode,
-            ),
-            vocab_size=vocab_size,
-            device=device,
-            masks=grammar_masks(self.ranks.tensor, config, vocab_size, device),
-            ranks=self.ranks,
-            parts=parts,
+    def _info(
+        self, maker: RunnerMaker, runner: ModelRunner | PoolingRunner, **facts: Any
+    ) -> ExecutorInfo:
+        return ExecutorInfo(
+            device=str(self.device),
+            dtype=str(self.model_config.dtype).removeprefix("torch."),
+            num_stages=self.ranks.pipeline.size,
+            steps_in_flight=maker.steps_in_flight,
+            parts=tuple(part.name for part in runner.parts),
+            **facts,
         )
 
     def _graphs(self, runner: ModelRunner | PoolingRunner) -> StepGraphs | None:
@@ -512,14 +282,16 @@ class WorkerStart:
         return Warmup(runner, self.config, self.model_config, length, self.device)
 
 
-def check_logprobs_mode(config: EngineConfig, operations: Operations) -> None:
-    """Raises ConfigError for log-probabilities that sampling kernels do not compute."""
-    if config.logprobs_mode != "raw_logprobs" and operations.samples:
-        raise ConfigError(
-            f"logprobs_mode: {config.logprobs_mode} is computed with operations=torch alone, and "
-            "kernels sample here",
-            param="logprobs_mode",
-        )
+def _layer_specs(
+    layers: Sequence[CacheLayer], first_scaled: Sequence[Attention]
+) -> list[LayerSpec]:
+    """first_scaled: those whose cache scales the first step computes."""
+    return [
+        to_be_scaled(layer.spec)
+        if isinstance(layer, Attention) and layer in first_scaled
+        else layer.spec
+        for layer in layers
+    ]
 
 
 def _check_features(operations: Operations, name: str, needs: PartNeeds, option: str) -> None:

@@ -32,7 +32,7 @@ MODULES = (
     "re", "shutil", "socket", "statistics", "string", "subprocess", "tempfile", "threading",
     "traceback", "turtle", "typing", "unittest", "urllib.request", "xml.etree.ElementTree",
 )  # fmt: skip
-"""Of Python's library, whose documentation is the text, unless one is given."""
+"""Modules of Python's library whose documentation is the text, unless one is given."""
 
 
 def parser() -> argparse.ArgumentParser:

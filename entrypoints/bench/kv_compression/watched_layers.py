@@ -30,7 +30,7 @@ class WatchedLayers(WorkerPart):
     def __init__(self, start: StartContext, first: int, count: int) -> None:
         self._first, self._count = first, count
         self._role: str | None = None
-        """Of the request that runs."""
+        """Role of the running request."""
         self._outputs: dict[int, torch.Tensor] = {}
         """Layer → the reference's outputs, [count, size] float32"""
         self._sums = torch.zeros(len(start.layers), device=start.device)

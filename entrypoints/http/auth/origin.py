@@ -26,7 +26,7 @@ class Origin(NamedTuple):
     shares_cache: bool = False
     """Whether the tenant shares cached prefixes (`--share-prefix-cache`)."""
     adapter: AdapterRef | None = None
-    """What the request's `model` names, if it is no name of the base model."""
+    """The adapter that the request's `model` names; None: the base model."""
 
     def engine_options(
         self, request_id: str, priority: int, cache_salt: str | None

@@ -30,7 +30,7 @@ SEARCHED = 3.0
 PAUSE = 0.1
 """Seconds of which the sound is least there."""
 MAX_TOKENS = 1024
-"""Of a window's text."""
+"""Most tokens of a window's text."""
 SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u3000-\u30ff\u3400-\u9fff\uff00-\uff65]")
 """Characters of scripts that put no spaces between words."""
 

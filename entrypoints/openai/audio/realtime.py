@@ -37,18 +37,18 @@ logger = logging.getLogger("jackfield.server")
 RATE = 24_000
 """Samples per second, if the session does not say."""
 VLLM_RATE = 16_000
-"""That of clients of vLLM."""
+"""Sampling rate of vLLM's clients."""
 LOWEST_RATE, HIGHEST_RATE = 8_000, 48_000
 MAX_MESSAGE = 4 << 20
 """Most bytes of an event."""
 MAX_PROMPT = 1 << 14
 """Characters of the text that comes before."""
 MAX_SECONDS = 300
-"""Of what was sent and not yet written down."""
+"""Most audio that was sent and is not yet transcribed."""
 MAX_ITEMS = 16
 """Commits that are not yet written down."""
 MAX_SESSIONS = 64
-"""Of a process."""
+"""Most sessions of a process."""
 IDLE_SECONDS = 600
 """Without an event from the client, after which a session is closed."""
 HEARTBEAT_SECONDS = 30.0
@@ -135,7 +135,7 @@ class Session:
         self._pcm = bytearray()
         self._items: asyncio.Queue[Item | None] = asyncio.Queue()
         self._waiting_seconds = 0.0
-        """Of items that are not yet written down."""
+        """Audio of items that are not yet transcribed."""
         self._last_item: str | None = None
         self._handlers: dict[str, Callable[[dict[str, Any]], Any]] = {
             "session.update": self._update,

@@ -125,7 +125,7 @@ class Transcriber:
         self.language = task.language
         """Known with the first segment."""
         self.words: list[Word] = []
-        """Of the segments so far, if the task says so."""
+        """Words of the segments so far, if the task requests them."""
 
     @property
     def seconds(self) -> float:

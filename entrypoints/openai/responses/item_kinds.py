@@ -40,7 +40,7 @@ class Kind(msgspec.Struct, frozen=True):
     """Handling of one type of items."""
 
     prefix: str
-    """Of their ids."""
+    """Prefix of their ids."""
     check: Callable[[Item, str], None] = lambda item, path: None
     """Raises InvalidRequest with a faulty field's path."""
     call: Callable[[Item], PromptCall | None] = lambda item: None

@@ -37,9 +37,9 @@ from ...openai.common.request_body import decode_body, decode_optional_body
 from .surface import LiveState, ask, flag_of, lease_of, parts_of, state, tags_of
 
 PACKED_BYTES = 1 << 30
-"""Of a buffer of tensors that travel together, as in vLLM."""
+"""Bytes of a buffer of tensors that are sent together, as in vLLM."""
 UNIQUE_ID_BYTES = 128
-"""Of NCCL's number of a group."""
+"""Bytes of NCCL's id of a group."""
 
 
 class TransferInfo(msgspec.Struct):
@@ -319,7 +319,7 @@ async def collective_rpc(request: web.Request) -> web.Response:
 @route("GET /memory_report", manages_engine=True, allow_head=False)
 @documented("admin", response=dict[str, Any])
 async def memory_report(request: web.Request) -> web.Response:
-    """Who has how much memory, on the first rank."""
+    """How much memory each use takes, on the first rank."""
     return reply(await ask(request, ReportMemoryUse()))
 
 

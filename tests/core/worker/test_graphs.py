@@ -313,6 +313,8 @@ async def test_spare_time_records_one_step_after_another(
     async with AsyncEngine(config, plugins=plugins) as engine:
         executor: Any = engine.core.executor
         graphs = executor._worker._started.graphs
+        steps: Any = engine.core.steps
+        await steps.hold(graphs).wait()  # An idle engine records, too.
         counts = [graphs.num_recorded]
         while await executor._thread.call(torch.inference_mode()(graphs.record_next)):
             counts.append(graphs.num_recorded)

@@ -91,7 +91,7 @@ def test_kernels_compute_raw_ones_alone(folder: Path) -> None:
     from types import SimpleNamespace
 
     from jackfield.core.nn.operations import Operations
-    from jackfield.core.worker.start.worker_start import check_logprobs_mode
+    from jackfield.core.worker.start.make_runner import check_logprobs_mode
 
     class Kernels(Operations):
         samples = True
