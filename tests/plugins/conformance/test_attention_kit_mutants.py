@@ -203,11 +203,12 @@ LEVELS, LEVELS_IN_WINDOWS = "test_tokens_in_levels", "test_a_window_has_no_level
 PADDING, WARM = (
     "test_padding_rows_touch_the_null_block_alone", "test_warm_up_on_the_null_block",
 )  # fmt: skip
+REACH = "test_prompts_about_as_long_as_the_reach"
 REFUSALS, UNKNOWN = "test_refusals_are_stated", "test_what_it_does_not_know_of_is_refused"
 
 DOWN_THE_LINE = (
     DENSE, RANDOM, FEATURES, LAYER_FEATURES, FP8, FRESH, LARGE, LONG, MANY, LAYER, BEHIND, GROUPS,
-    BOUNDED,
+    BOUNDED, REACH,
 )  # fmt: skip
 WRONG = (*DOWN_THE_LINE, PADDING)
 MUTANTS: dict[str, Mutant] = {
@@ -219,11 +220,11 @@ MUTANTS: dict[str, Mutant] = {
     "the cap is left out": Mutant(with_spec(soft_cap=None), (FEATURES, FRESH)),
     "a window one too wide": Mutant(
         with_spec(sliding_window=lambda window: window + 1),
-        (FEATURES, FRESH, MANY, BEHIND, GROUPS, BOUNDED),
+        (FEATURES, FRESH, MANY, BEHIND, GROUPS, BOUNDED, REACH),
     ),
     "a chunk one too long": Mutant(
         with_spec(attention_chunk_size=lambda size: size + 1),
-        (FEATURES, FRESH, MANY, BEHIND, BOUNDED),
+        (FEATURES, FRESH, MANY, BEHIND, BOUNDED, REACH),
     ),
     "chunks before are left out": Mutant(planted(forward=no_lookback), (FEATURES, BEHIND, BOUNDED)),
     "slopes are left out": Mutant(with_spec(alibi_slopes=None), (FEATURES, LAYER_FEATURES, FRESH)),
@@ -244,9 +245,10 @@ MUTANTS: dict[str, Mutant] = {
             BEHIND,
             GROUPS,
             BOUNDED,
+            REACH,
         ),
     ),
-    "float32 for bfloat16": Mutant(planted(forward=wide), (DENSE, FEATURES, LONG, BEHIND)),
+    "float32 for bfloat16": Mutant(planted(forward=wide), (DENSE, FEATURES, LONG, BEHIND, REACH)),
     "queries are rounded": Mutant(planted(forward=narrow), WRONG),
     "another block is written": Mutant(
         planted(forward=writes_its_neighbour),
