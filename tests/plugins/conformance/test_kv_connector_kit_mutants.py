@@ -88,10 +88,11 @@ def counts_gaps(self: Any, keys: Sequence[bytes]) -> int:
     return sum(self._path(key).is_file() for key in keys)
 
 
-def unchecked(self: Any, key: bytes) -> Any:
+def unchecked(self: Any, keys: Sequence[bytes]) -> Any:
+    (key,) = keys
     data = self._store.get(key)
     size = sum(cache[:, 0].nbytes for cache in self._caches_of_mutant)
-    return None if data is None else memoryview(data)[-size:]
+    return () if data is None else (memoryview(data)[-size:],)
 
 
 def kept_caches(self: Any, caches: Any) -> None:
@@ -179,7 +180,7 @@ MUTANTS = {
         perhaps=(ABORT, RANDOM, REUSE),
     ),
     "counts across gaps": Mutant(store(count_present=counts_gaps), (BITS,)),
-    "nothing is checked": Mutant(worker(_read=unchecked, bind=kept_caches), (REPLACED,)),
+    "nothing is checked": Mutant(worker(read=unchecked, bind=kept_caches), (REPLACED,)),
     "missing blocks are said to have come": Mutant(worker(poll=says_all_came), (GONE, REPLACED)),
     "blocks of a save are not held": Mutant(
         scheduler(start_save=holds_nothing),
