@@ -191,7 +191,8 @@ class ReadsTheHost(Further):
 
     def propose(self, tokens: Any) -> Drafts:
         first = tokens.history.numpy()[tokens.slots.numpy(), 0]
-        return Drafts(super().propose(tokens).token_ids, torch.from_numpy(first % 3))
+        counts = torch.from_numpy(first % 3).clamp(max=self.setup.num_drafts)
+        return Drafts(super().propose(tokens).token_ids, counts)
 
 
 class Shares(Suffix):
@@ -203,12 +204,12 @@ class Shares(Suffix):
 
 MUTANTS = {
     "shares what it must not": Mutant(Shares, (TENANTS,)),
-    "keeps the first rows": Mutant(KeepsTheFirst, (ALONE,)),
+    "keeps the first rows": Mutant(KeepsTheFirst, (ALONE, TENANTS)),
     "rows for slots": Mutant(subclass(Ngram, propose=rows_for_slots), (ALONE,)),
     "a count above the number of drafts": Mutant(subclass(Ngram, propose=unbounded), (VOCABULARY,)),
     "counts the newest token": Mutant(subclass(Ngram, propose=one_more), (VOCABULARY, ALONE)),
     "ids outside the vocabulary": Mutant(subclass(Ngram, propose=beyond), (VOCABULARY,)),
-    "counts are floats": Mutant(subclass(Ngram, propose=floats), (VOCABULARY, ALONE)),
+    "counts are floats": Mutant(subclass(Ngram, propose=floats), (VOCABULARY, ALONE, TENANTS)),
     "a wrong number of columns": Mutant(subclass(Ngram, propose=one_column), (VOCABULARY, ENGINE)),
     "writes into the history": Mutant(
         subclass(Ngram, propose=written), (UNCHANGED,), perhaps=(ALONE,)
@@ -220,12 +221,14 @@ MUTANTS = {
         subclass(Ngram, propose=from_the_first_state), (ALONE,)
     ),
     "changes the lengths": Mutant(
-        subclass(Ngram, propose=lengths_counted_up), (UNCHANGED, ALONE), perhaps=(VOCABULARY,)
+        subclass(Ngram, propose=lengths_counted_up),
+        (UNCHANGED, ALONE, TENANTS),
+        perhaps=(VOCABULARY,),
     ),
     "reads what is behind the tokens": Mutant(subclass(Ngram, propose=from_behind), (ALONE,)),
     "depends on the slot": Mutant(subclass(Ngram, propose=from_the_slot), (ALONE,)),
     "depends on another row": Mutant(subclass(Ngram, propose=from_the_first_row), (ALONE,)),
-    "depends on calls before": Mutant(Remembers, (ALONE,)),
+    "depends on calls before": Mutant(Remembers, (ALONE, TENANTS)),
     "waits for the device": Mutant(ReadsNumbers, (RECORDED,)),
     "reads the host": Mutant(ReadsTheHost, (RECORDED,)),
     "fails while it serves": Mutant(FailsInAnEngine, (ENGINE,)),
