@@ -235,10 +235,12 @@ class Shares(HermesToolParser):
 
 
 class ChangesTools(HermesToolParser):
+    """Each time anew: the kit's runs in this process have one set of tools."""
+
     def __init__(self, *, tools: Any = ()) -> None:
         super().__init__(tools=tools)
         for each in tools:
-            each["function"].setdefault("strict", False)
+            each["function"]["parsers"] = each["function"].get("parsers", 0) + 1
 
 
 def drops_the_rest(self: Any) -> Events:
