@@ -196,7 +196,9 @@ BUDGET_MUTANTS = {
         budgets(admit=takes_a_block), (STILL, TRAFFIC, REMEMBERED, JUNK, BESIDE), perhaps=(ENGINE,)
     ),
     "rows in another order": Mutant(
-        budgets(eligible=backwards), (TRAFFIC, STILL, REMEMBERED, BESIDE), perhaps=(ENGINE, SAME)
+        budgets(eligible=backwards),
+        (TRAFFIC, STILL, REMEMBERED, JUNK, BESIDE),
+        perhaps=(ENGINE, SAME),
     ),
     "others wait": Mutant(
         budgets(decode_tokens=holds_others_back, look_at=looks_at_all, toggle=toggle),
