@@ -66,7 +66,7 @@ class ExpertChecks:
     def test_normed_linear(self, tokens: int, kind: str, dtype: torch.dtype) -> None:
         """A router's logits, which may be wide, and what it and the experts read."""
         hidden = self.draw(tokens, SIZE, dtype=dtype)
-        norm = Norm(self.draw(SIZE, dtype=dtype, seed=3), 1e-6)
+        norm = self.norm(SIZE, dtype)
         wide_type = torch.float32 if kind == "wide" else dtype
         weight = self.draw(12, SIZE, dtype=wide_type, seed=4, scale=SIZE**-0.5)
         bias = self.draw(12, dtype=dtype, seed=5) if kind == "bias" else None

@@ -252,7 +252,7 @@ MUTANTS: dict[str, Mutant] = {
     "queries are rounded": Mutant(planted(forward=narrow), WRONG),
     "another block is written": Mutant(
         planted(forward=writes_its_neighbour),
-        (DENSE, RANDOM, FEATURES, FP8, FRESH, LONG, PADDING, LAYER, WARM, BEHIND, GROUPS),
+        (DENSE, RANDOM, FEATURES, FP8, FRESH, LONG, PADDING, LAYER, WARM, BEHIND, GROUPS, REACH),
     ),
     "the first step's metadata": Mutant(
         planted(build_metadata=keeps_the_first_metadata), (MANY, WARM, GROUPS)

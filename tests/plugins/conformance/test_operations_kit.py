@@ -334,9 +334,10 @@ def adapters_before_the_norm(self: Any, *args: Any, norm: Any = None) -> None:
 
 NORMS = ("test_rms_norm", "test_rms_norm_of_part_of_a_tensor")
 NORMED = ("test_add_rms_norm", "test_linear", "test_activated_linear", "test_gated_linear",
-          "test_quantized_linear", "test_heads", "test_cached_heads")  # fmt: skip
+          "test_quantized_linear", "test_normed_linear", "test_heads",
+          "test_cached_heads")  # fmt: skip
 BIASED = ("test_linear", "test_activated_linear", "test_gated_linear", "test_quantized_linear",
-          "test_experts")  # fmt: skip
+          "test_normed_linear", "test_experts", "test_products_of_experts")  # fmt: skip
 GATED = ("test_gated_activations", "test_gated_linear", "test_quantized_linear", "test_experts")
 MUTANTS = {
     "claims fixed orders of sums": Mutant(
