@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import sum_products_in_one_order
 from mutants import Mutant, mutant_tests, plugin_of, subclass
 
 from jackfield.core.nn.kv_cache.quantized_cache import QuantizedCache
@@ -63,7 +64,16 @@ class TestTorchInvariant(OperationsKit):
     dtypes = TestTorchInvariantWholly.dtypes
 
 
-class TestTritonInvariant(OperationsKit):
+class OneOrder:
+    """What operations claim of a GPU, the interpreter keeps with sums of its own alone."""
+
+    @pytest.fixture(autouse=True)
+    def sums_have_one_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        if not CUDA:
+            sum_products_in_one_order(monkeypatch)
+
+
+class TestTritonInvariant(OneOrder, OperationsKit):
     """As above."""
 
     name = "triton_invariant"
@@ -79,7 +89,7 @@ for test in set(dir(OperationsKit)) - OWN - {"test_linear", "test_gated_linear",
 
 
 @pytest.mark.slow
-class TestTritonInvariantWholly(TestTritonWholly):
+class TestTritonInvariantWholly(OneOrder, TestTritonWholly):
     name = "triton_invariant"
 
 
