@@ -188,5 +188,8 @@ def mutant_tests(good: type[Kit], mutants: Mapping[str, Mutant], *, cheap: bool 
 
 
 def subclass(base: type, **changes: Callable[..., Any] | Any) -> type:
-    """A class with some attributes replaced."""
+    """A class with some attributes replaced. One that is not there is refused: a bug planted into
+    a method that has been renamed would change nothing."""
+    unknown = sorted(name for name in changes if not hasattr(base, name))
+    assert not unknown, f"{base.__qualname__} has no {', '.join(unknown)}"
     return type(f"Planted{base.__name__}", (base,), changes)

@@ -95,9 +95,10 @@ def wide_layers(self: Any, config: Any, build: Any) -> None:
     self.model.norm.weight = nn.Parameter(self.model.norm.weight.float())
 
 
-def unused_parameter(self: Any) -> None:
-    with torch.no_grad():
-        self.model.layers[0].self_attn.o_proj.bias.zero_()
+class LosesABias(LlamaForCausalLM):
+    def after_loading(self) -> None:
+        with torch.no_grad():
+            self.model.layers[0].self_attn.o_proj.bias.zero_()
 
 
 LLAMA = LlamaForCausalLM.weight_map
@@ -184,9 +185,7 @@ MUTANTS = {
         planted(compute_logits=first_rows_only), (SOME, SPLIT, BESIDE, BITS, *WRONG)
     ),
     "a parameter in another type": Mutant(planted(__init__=wide_layers), (DTYPES, STAGES)),
-    "a bias that is lost": Mutant(
-        planted(after_loading=unused_parameter), (REACHES, STAGES, *WRONG)
-    ),
+    "a bias that is lost": Mutant(LosesABias, (REACHES, STAGES, *WRONG)),
     "a sum of its own": Mutant(planted(compute_logits=sums_by_itself), (BITS,)),
     "a name that passes": Mutant(planted(weight_map=LENIENT), (UNKNOWN,)),
 }

@@ -119,11 +119,11 @@ def backwards(self: Any, requests: list[Any]) -> list[Any]:
 def holds_others_back(self: Any, request: Any, count: int, spare: int) -> int:
     if self._of(request) is None and request.num_tokens % 2:
         request.look_at = 0
-        return 0 if self.toggle() else count
+        return 0 if toggled(self) else count
     return Budgets.decode_tokens(self, request, count, spare)
 
 
-def toggle(self: Any) -> bool:
+def toggled(self: Any) -> bool:
     self.odd = not getattr(self, "odd", False)
     return bool(self.odd)
 
@@ -201,8 +201,7 @@ BUDGET_MUTANTS = {
         perhaps=(ENGINE, SAME),
     ),
     "others wait": Mutant(
-        budgets(decode_tokens=holds_others_back, look_at=looks_at_all, toggle=toggle),
-        (SAME, REMEMBERED),
+        budgets(decode_tokens=holds_others_back, look_at=looks_at_all), (SAME, REMEMBERED)
     ),
     "others end": Mutant(budgets(kept=ends_all), (SAME,), perhaps=(ENGINE,)),
     "the last request is kept": Mutant(budgets(ended=keeps_the_last), (REMEMBERED,)),
