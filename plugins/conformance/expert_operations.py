@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from ...core.nn.activations import ClampedSwiGLU, LimitedSwiGLU
 from ...core.nn.layer_operations.experts import DenseRows
-from ...core.nn.operations import Norm
 from ...core.nn.quantized_weight import QuantizedWeight, pack_e2m1, round_to_words
 from ...core.nn.routing import Routing, RoutingRule
 from .operation_arguments import REFERENCE, SIZE, TOKENS, wide
