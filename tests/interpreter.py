@@ -35,30 +35,6 @@ def quicken() -> None:
     _scan_by_slices(interpreter)
 
 
-def sum_products_in_one_order(monkeypatch: Any) -> None:
-    """Let the same row and column of `tl.dot` give the same bits wherever in its tiles they lie, as
-    on a GPU.
-
-    The interpreter leaves products to numpy's BLAS, which adds them up in another order at another
-    place: OpenBLAS's kernels for AVX2 do for columns 8 to 55 of 64. Sums in float64 are exact for
-    operands of 16 bits and products of size about 1, and rounded once here.
-    """
-    from triton.language import core
-    from triton.runtime import interpreter
-
-    np, handle = interpreter.np, interpreter.TensorHandle
-    builder = interpreter.InterpreterBuilder
-    dot = builder.create_dot
-
-    def exact_dot(self: Any, a: Any, b: Any, acc: Any, *more: Any) -> Any:
-        if acc.data.dtype != np.float32:
-            return dot(self, a, b, acc, *more)
-        sums = dot(self, a, b, handle(np.zeros((1, 1)), core.float64), *more)
-        return handle(sums.data.astype(np.float32) + acc.data, acc.dtype.scalar)
-
-    monkeypatch.setattr(builder, "create_dot", exact_dot)
-
-
 def _patch_the_language_once(interpreter: Any, core: Any) -> None:
     """Triton replaces the builtins of its language for each launch, and again for each call of one
     jitted function by another, listing their modules each time."""

@@ -377,11 +377,11 @@ def draw(
     if workload.mixed:
         return _draw_mixed(workload, usable, trial, count)
     if workload.parts:
-        source = random.Random(f"{workload.id} {trial}")
         each = [size for number, *size in workload.parts for _ in range(number)]
+        order, source = random.Random(workload.id), random.Random(f"{workload.id} {trial}")
         return [
             BenchRequest(source.choices(range(usable), k=prompt), output, workload.temperature)
-            for prompt, output in source.sample(each, min(count, len(each)))
+            for prompt, output in order.sample(each, min(count, len(each)))
         ]
     (low, high), (least, most) = workload.prompt, workload.output
     if workload.median:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from one_order import sum_products_in_one_order
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -211,8 +212,12 @@ def test_an_adapter_that_is_not_finite_spoils_its_own_rows_only(tokens: int, poi
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "size"), [(12, 16), (40, 16), (150, 64)])
-def test_a_row_is_the_same_in_any_company(tokens: int, size: int, dtype: torch.dtype) -> None:
+def test_a_row_is_the_same_in_any_company(
+    tokens: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit by bit: with other places, in other chunks and orders, alone in the step."""
+    if not torch.cuda.is_available():
+        sum_products_in_one_order(monkeypatch)
     case, places = MERGED, tokens_of(tokens, 4)
     x = draw(tokens, case.inputs, dtype=dtype, seed=3)
     base = draw(tokens, 160, dtype=dtype, seed=4)

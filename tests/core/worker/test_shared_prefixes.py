@@ -305,6 +305,7 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let Triton's backend share any prefix, in graphs that are recorded at once. → how layers were
     launched that did."""
     monkeypatch.setattr(decode_graphs, "SHARED_COST", 4.0)
+    monkeypatch.setattr(step_graphs, "RECORDING_SECONDS", 600.0)  # Until all are recorded.
     monkeypatch.setattr(triton, "LEAST_PREFIX", 64)
     monkeypatch.setattr(triton, "PREFIX_BYTES", 0)
     kinds: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from one_order import OneOrder
 
 from jackfield.plugins.conformance.attention import AttentionBackendKit
 from jackfield.plugins.conformance.invariance import InvariantAttention
@@ -34,7 +35,7 @@ class TestTorchInvariant(AttentionBackendKit):
     promised = EVERYTHING | {"distance_bias", "float32", "float16", "bfloat16"}
 
 
-class TestTritonInvariantSteps(InvariantAttention, PagedBackendKit):
+class TestTritonInvariantSteps(OneOrder, InvariantAttention, PagedBackendKit):
     kind = "attention_backend"
     name = "triton_invariant"
     promised = frozenset({"float32"}) | ON_A_GPU

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import sum_products_in_one_order
 from mutants import Mutant, mutant_tests, plugin_of, subclass
+from one_order import OneOrder
 
 from jackfield.core.nn.kv_cache.quantized_cache import QuantizedCache
 from jackfield.core.nn.operations import CenteredNorm, Norm, Operations
@@ -62,15 +62,6 @@ class TestTorchInvariant(OperationsKit):
 
     name = "torch_invariant"
     dtypes = TestTorchInvariantWholly.dtypes
-
-
-class OneOrder:
-    """What operations claim of a GPU, the interpreter keeps with sums of its own alone."""
-
-    @pytest.fixture(autouse=True)
-    def sums_have_one_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        if not CUDA:
-            sum_products_in_one_order(monkeypatch)
 
 
 class TestTritonInvariant(OneOrder, OperationsKit):

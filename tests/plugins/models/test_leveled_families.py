@@ -156,7 +156,9 @@ async def check(
          for told, token in zip(chosen.logprobs, chosen.token_ids, strict=True)]
     )  # fmt: skip
     expected = logprobs(watch.moves)
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    # By a machine's sums a number in the middle of two codes may get the other one.
+    torch.testing.assert_close(found, expected, atol=5e-3, rtol=0.0)
+    assert torch.isclose(found, expected, atol=1e-3, rtol=1e-3).sum() >= 0.9 * count
     apart = (logprobs([]) - expected).abs()
     assert float(apart.max()) > 5e-3, "nothing of importance was rounded"
 
