@@ -31,6 +31,7 @@ class ExpertChecks:
     device: Any
     draw: Any
     make: Any
+    norm: Any
     near: Any
     packed: Any
 
