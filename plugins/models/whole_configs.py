@@ -277,5 +277,5 @@ class UltravoxConfig:
         own = {name: value for name, value in config_dict.items() if name not in cls.of_parts}
         audio = dict(config_dict.get("audio_config") or {})
         kind = audio.pop("model_type", "whisper")
-        made = WhisperConfig(**audio) if kind == "whisper" else Whole(**audio, model_type=kind)
-        return Whole(**{**cls.defaults, **own}, audio_config=made)
+        encoder = WhisperConfig(**audio) if kind == "whisper" else Whole(**audio, model_type=kind)
+        return Whole(**{**cls.defaults, **own}, audio_config=encoder)

@@ -77,6 +77,11 @@ class DraftGraphs:
         kinds = [(n, ending) for ending in endings for n in self._counts]
         return [kind for kind in kinds if kind not in self._replays]
 
+    def record_next(self) -> None:
+        """Record one more of those that are missing."""
+        if missing := self.missing():
+            self.record(*missing[0])
+
     def launch(self, plan: StepPlan, num_drafts: Sequence[int], ending: Ending) -> bool:
         """Replay a step; False, unchanged, if a row has others, or without a graph."""
         num_rows = len(plan.slots)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -206,13 +205,7 @@ class StepGraphs:
         if self._drafted is not None:
             for drafts in variant.drafts:
                 self._drafted.graphs[name, drafts.width - 1] = drafts
-                self._record_draft(drafts)
-
-    @staticmethod
-    def _record_draft(drafts: DraftGraphs) -> None:
-        """Record one more step with drafts."""
-        if missing := drafts.missing():
-            drafts.record(*missing[0])
+                drafts.record_next()
 
     def record_next(self) -> bool:
         """Record one more step of those that the runner uses; False: nothing is left. A request
@@ -274,6 +267,6 @@ class StepGraphs:
             mixed = runner.mixed.variants.get(name)
         else:
             return []
-        drafts = [functools.partial(self._record_draft, each) for each in variant.drafts]
+        drafts = [each.record_next for each in variant.drafts]
         prompts = [] if mixed is None else [mixed.record_next] * MIXED_TOGETHER
         return [variant.decode.record_next, *drafts, *prompts]
