@@ -111,14 +111,15 @@ def run_kit(tests: type, only: Collection[str] | None = None) -> Outcomes:
     # Or the checkout, whose root is a package, is imported once more, under its folder's name.
     arguments += ["--confcutdir", str(ANCHOR.parent)]
     arguments += ["-o", "markers=gpu: needs a CUDA device", "-m", "not gpu"]
-    before = os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD")
-    current = os.environ.get("PYTEST_CURRENT_TEST")
+    names = ("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS")
+    before = {name: os.environ.get(name) for name in names}
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    os.environ.pop("PYTEST_ADDOPTS", None)  # May name what its plugins know.
     try:
         status = pytest.main(arguments, plugins=[outcomes])
     finally:
-        _set("PYTEST_DISABLE_PLUGIN_AUTOLOAD", before)
-        _set("PYTEST_CURRENT_TEST", current)
+        for name, value in before.items():
+            _set(name, value)
     assert status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), status
     return outcomes
 

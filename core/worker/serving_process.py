@@ -25,3 +25,12 @@ def freeze() -> None:
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)
+
+
+def collect_all() -> None:
+    """Collect garbage, also among what `freeze` has excluded, and exclude the rest again."""
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if frozen:
+        gc.freeze()

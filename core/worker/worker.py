@@ -5,7 +5,6 @@ Its start is in `core/worker/start/`.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -52,6 +51,7 @@ from .parts.part import WorkerPart
 from .pooling_runner import PoolingRunner
 from .profiler import WorkerProfiler
 from .runner import ModelRunner
+from .serving_process import collect_all
 from .start.worker_start import StartedWorker, WorkerStart
 from .threads import PendingStep
 from .weight_updates import WeightUpdates
@@ -337,7 +337,8 @@ class Worker:
         if self.runner is not None:
             self.runner.parts.close()
         self.runner = self._started = self._experts = self._weights = None
-        gc.collect()
+        # Recorded steps, too, many of which are in cycles: NCCL's end waits for all that call it.
+        collect_all()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -40,6 +40,8 @@ async def end_thread(
         await asyncio.wait([ended, leaving], timeout=END_SECONDS)
     if not ended.done() or not (leaving is None or leaving.done()):
         logger.error("rank 0 waits for other ranks for ever: the process ends with status 1")
+        with contextlib.suppress(OSError):
+            dump_stacks()
         atexit.register(_end_process)
         return
     await thread.close()

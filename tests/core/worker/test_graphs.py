@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from jackfield.core.worker.graphs import decode_graphs
 from jackfield.core.worker.graphs.decode_graphs import DecodeKey
 from jackfield.core.worker.graphs.endings import Ending, row_counts
 from jackfield.core.worker.sampled import Sampled
+from jackfield.core.worker.serving_process import freeze
 from jackfield.core.worker.start import step_graphs
 from jackfield.core.worker.worker import Worker
 from jackfield.plugins.attention.torch import TorchAttention
@@ -320,6 +323,38 @@ async def test_spare_time_records_one_step_after_another(
             counts.append(graphs.num_recorded)
         assert all(after == before + 1 for before, after in itertools.pairwise(counts))
         assert len(counts) > 5 and not graphs.decode.missing()
+
+
+async def test_a_stopped_engine_keeps_no_recorded_step(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its start was frozen: NCCL's end waits for all recorded steps that call it."""
+    recorded: list[weakref.ref[Any]] = []
+
+    class Noting(WritingRecorder):
+        def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
+            replay = super().__call__(function)
+            recorded.append(weakref.ref(replay))
+            return replay
+
+    monkeypatch.setattr(StaticExecutor, "recorder_class", Noting)
+    plugins = load_plugins()
+    plugins.add_plugin(Plugin(), Provenance("tests", "0", "graphs"))
+    config = EngineConfig(
+        model=str(checkpoint), device="cpu", dtype="float32", skip_tokenizer_init=True,
+        max_model_len=160, max_num_seqs=6, max_num_batched_tokens=128, operations="torch",
+        attention_backend="static", executor="static",
+    )  # fmt: skip
+    try:
+        async with AsyncEngine(config, plugins=plugins) as engine:
+            freeze()
+            params = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
+            await joining(engine, [([5, 6, n], params) for n in range(3)])
+            assert recorded and all(each() is not None for each in recorded)
+        assert gc.get_freeze_count() > 0
+        assert not any(each() is not None for each in recorded)
+    finally:
+        gc.unfreeze()
 
 
 def test_row_counts_end_with_the_most_that_can_run() -> None:
