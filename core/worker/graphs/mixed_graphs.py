@@ -197,8 +197,8 @@ class MixedGraphs:
     # ------------------------------------------------------------ recording
 
     def missing(self) -> list[MixedKey | tuple[int, Ending]]:
-        """Return what to record, in order: plain endings, a few numbers of tokens far apart, other
-        endings, then by halves.
+        """Return what to record, in order: the largest step, which serves what is not recorded yet,
+        plain endings, a few numbers of tokens far apart, other endings, then by halves.
         """
         keys = [
             MixedKey(rows, tokens)
@@ -218,7 +218,8 @@ class MixedGraphs:
         most = self._decode_counts[-1]
         alone = [key for key in keys if not key.decode_rows and key.tokens in FIRST_TOKENS]
         mixed = [key for key in keys if key.decode_rows == most]
-        far_apart = [key for key in mixed if not key.tokens % STRIDE or key is mixed[-1]]
+        far_apart = [key for key in mixed if not key.tokens % STRIDE]
+        far_apart.sort(key=lambda key: (key.tokens.bit_count(), rank(key)))
         rest = sorted(keys, key=rank)
         halves = [n for n in self._row_counts if n.bit_count() == 1 or n == self._row_counts[-1]]
         order = halves[::-1] + [n for n in reversed(self._row_counts) if n not in halves]
@@ -226,7 +227,7 @@ class MixedGraphs:
         few = [each for each in endings if each[0] in halves]
         plain = [each for each in few if each[1] is self._kinds[0]]
         graph_keys: list[MixedKey | tuple[int, Ending]] = [
-            *plain, *far_apart, *few, *alone, *mixed, *endings, *rest,
+            *mixed[-1:], *plain, *far_apart, *few, *alone, *mixed, *endings, *rest,
         ]  # fmt: skip
         return [
             each for each in dict.fromkeys(graph_keys)
