@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import operator
 import socket
@@ -15,6 +16,7 @@ import torch
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.step import PrepareAhead
+from jackfield.core.worker.serving_process import freeze
 
 from helpers import at_once, make_checkpoint
 
@@ -55,7 +57,9 @@ def test_sums_are_alike_and_can_be_recorded(collectives: str) -> None:
     assert all(part is not False for part in flat), first
 
 
-async def tokens(folder: Path, size: int, **options: Any) -> list[list[int]]:
+async def tokens(
+    folder: Path, size: int, *, freezes: bool = False, **options: Any
+) -> list[list[int]]:
     """Requests of several lengths, greedy and drawn, with steps recorded and not."""
     config = EngineConfig(
         model=str(folder), device="cuda", dtype="float32", max_model_len=256, max_num_seqs=8,
@@ -78,7 +82,20 @@ async def tokens(folder: Path, size: int, **options: Any) -> list[list[int]]:
         for _ in range(40):
             if not await engine.core.executor.ask(PrepareAhead()):  # type: ignore[attr-defined]
                 break
+        if freezes:
+            freeze()
         return await at_once(engine, *(generate(engine, number) for number in range(6)))
+
+
+async def test_an_engine_whose_start_was_frozen_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NCCL's end waits for all recorded steps that call it."""
+    try:
+        await tokens(make_checkpoint("qwen3", tmp_path), 2, freezes=True)
+    finally:
+        gc.unfreeze()
+    assert not [each for each in caplog.records if "for ever" in each.message]
 
 
 @pytest.mark.parametrize("eager", [True, False])
