@@ -64,6 +64,18 @@ def _check_parallel(config: EngineConfig) -> None:
             f"pipeline_parallel_size is {stages}",
             param="pipeline_layer_partition",
         )
+    if config.num_ranks % config.nnodes:
+        raise ConfigError(
+            f"nnodes: {config.num_ranks} ranks (tensor_parallel_size * pipeline_parallel_size) "
+            f"cannot be divided evenly among {config.nnodes} hosts",
+            param="nnodes",
+        )
+    if config.nnodes > 1 and config.data_parallel_size > 1:
+        raise ConfigError(
+            "nnodes: several engines (data_parallel_size) are on one host, or on those of a Ray "
+            "cluster (executor ray)",
+            param="nnodes",
+        )
     if config.all2all_backend not in IN_PLACE and not config.enable_expert_parallel:
         raise ConfigError(
             f"all2all_backend: {config.all2all_backend!r} exchanges tokens between ranks that hold "

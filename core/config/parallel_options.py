@@ -90,6 +90,25 @@ class ParallelOptions(ExecutionOptions, frozen=True, kw_only=True):
             ge=1,
         ),
     ] = 1
+    nnodes: Annotated[
+        int,
+        doc(
+            "Hosts among which the ranks are divided, without a Ray cluster: the engine is on the "
+            "first, and `jackfield serve --headless --node-rank N` runs on the others.",
+            ge=1,
+        ),
+    ] = 1
+    master_addr: Annotated[
+        str, doc("Address of the first of nnodes hosts, at which the others reach it.")
+    ] = "127.0.0.1"
+    master_port: Annotated[int, doc("Its port for them.", ge=1, le=65535)] = 29501
+    master_secret_file: Annotated[
+        str | None,
+        doc(
+            "File with a secret that all of nnodes hosts have, of 16 bytes at least, such as "
+            "`openssl rand -hex 32` writes: who does not know it is no rank."
+        ),
+    ] = None
     collectives: Annotated[
         str,
         doc("How ranks exchange tensors: peer_memory, nccl, gloo, a plugin's; auto: by device."),

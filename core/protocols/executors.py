@@ -45,6 +45,8 @@ class Executor(ABC):
     """Whether its ranks also join those of the other engines, which are processes of this host, to
     divide a mixture's experts among all (`core.parallel.join`); False: `EngineConfig` with
     `data_parallel_size` and `enable_expert_parallel` is refused."""
+    joins_hosts: ClassVar[bool] = False
+    """Whether its ranks may be on `EngineConfig.nnodes` hosts; False: more than one are refused."""
     moves_experts: ClassVar[bool] = False
     """Whether its ranks do `BalanceExperts`; False: `EngineConfig.enable_eplb` is refused."""
 
@@ -61,6 +63,12 @@ class Executor(ABC):
         Called before `initialize_device`, perhaps more than once for one engine, and perhaps for
         one that does not start.
         """
+
+    @staticmethod
+    def run_host(config: EngineConfig, node_rank: int) -> int:
+        """Run the ranks of one of `EngineConfig.nnodes` hosts other than the first, until they end.
+        Return the exit status. Called if `joins_hosts`. Raises ConfigError, RankFailed."""
+        raise NotImplementedError
 
     @staticmethod
     def engine_hosts(config: EngineConfig) -> EngineHosts | None:

@@ -31,7 +31,7 @@ def choose_executor(config: EngineConfig, executors: Registry[type[Executor]]) -
         except PluginError as error:
             raise ConfigError(f"executor: {error}", param="executor") from error
         if (missing := _missing_feature(config, executor)) is not None:
-            remedy = "set it to 1" if missing.option.endswith("_size") else "leave it out"
+            remedy = "leave it out" if missing.option.startswith("enable") else "set it to 1"
             raise ConfigError(
                 f"{missing.option}: executor {name!r} {missing.reason}; {remedy}, or leave "
                 "executor at auto",
@@ -68,6 +68,8 @@ def _missing_feature(config: EngineConfig, executor: type[Executor]) -> MissingF
         )
     if config.data_parallel_size > 1 and not executor.data_parallel:
         return MissingFeature("data_parallel_size", "does not share a host with other engines")
+    if config.nnodes > 1 and not executor.joins_hosts:
+        return MissingFeature("nnodes", "does not join the hosts of others")
     if config.enable_eplb and not executor.moves_experts:
         return MissingFeature("enable_eplb", "does not move experts")
     return None

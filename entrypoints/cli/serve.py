@@ -35,6 +35,8 @@ def run(argv: list[str]) -> int:
 def _serve(argv: list[str]) -> int:
     try:
         options = settings(argv)
+        if options.node_rank:
+            return _run_host(options.config, options.plugins, options.node_rank)
         _check_address(options.listen)
         _start_ahead(options.config, options.plugins)
         if options.fronts > 1:
@@ -50,6 +52,12 @@ def _serve(argv: list[str]) -> int:
         os._exit(stop.status)
     except (JackfieldError, OSError) as error:
         return fail(error)
+
+
+def _run_host(config: EngineConfig, plugins: Plugins, node_rank: int) -> int:
+    """Run the ranks of a host other than the first."""
+    executors = plugins["executor"]
+    return executors.load(choose_executor(config, executors)).run_host(config, node_rank)
 
 
 def _start_ahead(config: EngineConfig, plugins: Plugins) -> None:

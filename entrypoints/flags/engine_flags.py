@@ -28,6 +28,7 @@ ALIASES = {
     "data_parallel_size": "-dp",
     "enable_expert_parallel": "-ep",
     "executor": "--distributed-executor-backend",
+    "nnodes": "-n",
     "pipeline_parallel_size": "-pp",
     "quantization": "-q",
     "structured_outputs_config.backend": "--guided-decoding-backend",

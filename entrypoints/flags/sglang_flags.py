@@ -62,6 +62,13 @@ def _host_cache(values: list[str]) -> Sequence[str]:
     ]
 
 
+def _first_host(values: list[str]) -> list[str]:
+    host, colon, port = values[0].rpartition(":")
+    if not colon or not port.isdecimal():
+        raise Refused(f"must be HOST:PORT, got {values[0]}")
+    return [f"--master-addr={host.strip('[]')}", f"--master-port={port}"]
+
+
 _CHAINS = "drafts are chains: one token follows another, not several"
 _GRAPHS = "a graph is recorded for a number of rows when it is needed"
 _NO_EFFECT: dict[str, tuple[int | str, str]] = {
@@ -91,7 +98,6 @@ _NO_EFFECT: dict[str, tuple[int | str, str]] = {
 _MISSING: dict[str, str] = {
     "--base-gpu-id": "see --device-ids",
     "--disaggregation-mode": "see --kv-transfer-config with peer_store, kv_producer or kv_consumer",
-    "--dist-init-addr": "several hosts are those of a Ray cluster (--executor ray)",
     "--enable-dp-attention": "of --tp N --dp D: --data-parallel-size D, --tensor-parallel-size N/D "
     "and --enable-expert-parallel",
     "--max-total-tokens": "see --num-gpu-blocks-override",
@@ -106,6 +112,8 @@ _EQUIVALENT: dict[str, Option] = {
     "--context-length": renamed("--max-model-len"),
     "--disable-cuda-graph": fixed("--enforce-eager"),
     "--disable-radix-cache": fixed("--no-enable-prefix-caching"),
+    "--dist-init-addr": Option(
+        "equivalent", "--master-addr and --master-port", 1, _first_host),
     "--dist-timeout": renamed("--distributed-timeout-seconds"),
     "--dp": renamed("--data-parallel-size"),
     "--dp-size": renamed("--data-parallel-size"),

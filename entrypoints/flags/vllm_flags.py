@@ -141,10 +141,6 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
 """Flag → number of values, and why it is unnecessary."""
 
 _PICTURES = "no such option of media: see --limit-mm-per-prompt and --media-io-kwargs"
-_GPUS = (
-    "ranks divide layers (--tensor-parallel-size), and engines share the requests "
-    "(--data-parallel-size), on one host or on those of a Ray cluster (--executor ray)"
-)
 _ONE_HOST = (
     "the engines of --data-parallel-size are those of one server, on its host or where a Ray "
     "cluster has room (--executor ray)"
@@ -161,7 +157,6 @@ MISSING: dict[str, str] = {
     "--enable-moe-shared-loras": "experts of an adapter have matrices of their own",
     "--long-lora-scaling-factors": "adapters do not lengthen the context",
     "--max-lora-cls-labels": "an adapter's classifier has as many labels as the model's",
-    "--headless": _GPUS,
     **dict.fromkeys(
         ("--data-parallel-rank", "-dpn", "--data-parallel-start-rank", "-dpr",
          "--data-parallel-size-local", "-dpl", "--data-parallel-address", "-dpa",
@@ -225,10 +220,6 @@ MISSING: dict[str, str] = {
     "--kv-cache-metrics-sample": "single blocks are not followed; GET /metrics has the cache's use",
     "--kv-sharing-fast-prefill": "every layer computes the whole prompt",
     "--long-prefill-token-threshold-adaptive": "see --long-prefill-token-threshold",
-    **dict.fromkeys(
-        ("--master-addr", "--master-port", "--nnodes", "-n", "--node-rank", "-r"),
-        "several hosts are those of a Ray cluster (--executor ray)",
-    ),
     "--max-long-partial-prefills": "see --long-prefill-token-threshold",
     "--max-num-partial-prefills": "see --long-prefill-token-threshold",
     "--max-num-active-seqs": "see --max-num-seqs",
@@ -279,8 +270,6 @@ NEUTRAL: dict[str, tuple[str, ...]] = {
     "--mamba-cache-philox-rounds": ("0",),
     "--max-long-partial-prefills": ("1",),
     "--max-num-partial-prefills": ("1",),
-    "--nnodes": ("1",), "-n": ("1",),
-    "--node-rank": ("0",), "-r": ("0",),
     "--offload-backend": ("auto",),
     "--offload-group-size": ("0",),
     "--per-request-spec-decode-metrics": ("none",),

@@ -62,6 +62,19 @@ class ServeOptions:
         ),
         Flag(aliases=("-asc",), group="server", metavar="N"),
     ] = 1
+    headless: Annotated[
+        bool,
+        Meta(
+            description="serve nothing: run this host's ranks for the engine of the first of "
+            "--nnodes hosts"
+        ),
+        Flag(group="server"),
+    ] = False
+    node_rank: Annotated[
+        int,
+        Meta(ge=0, description="with --headless: this host's number, from 1"),
+        Flag(aliases=("-r",), group="server", metavar="N"),
+    ] = 0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"],
         Meta(description="least level that is logged"),
@@ -116,6 +129,8 @@ class Settings(NamedTuple):
     fronts: int
     argv: list[str]
     """Command line, including the configuration file's flags."""
+    node_rank: int = 0
+    """Above 0: only to run this host's ranks."""
 
 
 def settings(argv: list[str], *, remarks: bool = True) -> Settings:
@@ -133,6 +148,7 @@ def settings(argv: list[str], *, remarks: bool = True) -> Settings:
     for sentence in without_effect(lines) if remarks else ():
         logger.warning("%s", sentence)
     config = _with_profile_folder(engine_config(args, args.model_flag or args.model))
+    check_host(config, serve)
     if serve.enable_auto_tool_choice:
         check_tool_parser(config)
     options = server_options(args)
@@ -146,7 +162,9 @@ def settings(argv: list[str], *, remarks: bool = True) -> Settings:
         plugins.add_plugin(OutputLog(shown), Provenance("jackfield", "", "log_outputs"))
     logs_stats = options.log_stats and serve.log_level not in ("error", "critical")
     stats_log.logger.setLevel(logging.INFO if logs_stats else logging.ERROR)
-    return Settings(config, plugins, listen(args), options, serve.api_server_count, argv)
+    return Settings(
+        config, plugins, listen(args), options, serve.api_server_count, argv, serve.node_rank
+    )
 
 
 def whole_command(parser: Parser, argv: list[str]) -> tuple[list[Line], list[str]]:
@@ -216,6 +234,26 @@ def listen(args: argparse.Namespace) -> Listen:
         if getattr(args, field.dest):
             raise ConfigError(f"{field.option}: needs --ssl-certfile", param=field.dest)
     return place
+
+
+def check_host(config: EngineConfig, serve: ServeOptions) -> None:
+    """Raise ConfigError if `headless`, `node_rank` and `nnodes` do not go together."""
+    if serve.node_rank >= config.nnodes:
+        raise ConfigError(
+            f"--node-rank: hosts are numbered from 0, and --nnodes is {config.nnodes}",
+            param="node_rank",
+        )
+    if serve.headless and not serve.node_rank:
+        raise ConfigError(
+            "--headless: the first host has the engine, which serves; give the others "
+            "--node-rank 1 and so on",
+            param="headless",
+        )
+    if serve.node_rank and not serve.headless:
+        raise ConfigError(
+            "--node-rank: only the first host serves; add --headless on the others",
+            param="node_rank",
+        )
 
 
 def check_tool_parser(config: EngineConfig) -> None:

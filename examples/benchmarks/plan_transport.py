@@ -30,8 +30,8 @@ from jackfield.core.request import Request
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.scheduler import Scheduler
 from jackfield.core.step import StepPlan, StepResult
+from jackfield.plugins.executors.connections import Reception
 from jackfield.plugins.executors.messages import PlanRows
-from jackfield.plugins.executors.ray.connections import Reception
 from jackfield.plugins.policies.builtin import FirstComeFirstServed
 
 STEPS = 600
@@ -46,7 +46,7 @@ while connection.recv(1 << 16):
 """
 TCP_READER = """
 import sys
-from jackfield.plugins.executors.ray.connections import connect
+from jackfield.plugins.executors.connections import connect
 connection = connect(("127.0.0.1", int(sys.argv[1])), bytes.fromhex(sys.argv[2]), int(sys.argv[3]))
 while connection.recv(1 << 16):
     pass

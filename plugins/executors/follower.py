@@ -2,7 +2,7 @@
 
 Run as `python -m jackfield.plugins.executors.follower CONNECTION PROGRESS PARENT`: descriptors of
 its socket and of the memory for its progress, and the process that started it. It ends with that
-process, and leaves signals to it.
+process, and leaves signals to it. Over TCP, rank 0 is on another host.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def main() -> int:
         return 1
     connection = socket.socket(fileno=connection_number)
     threading.Thread(target=end_with, args=(connection,), daemon=True).start()
-    return Follower(connection, Progress(os.fdopen(progress_number, "r+b"))).run()
+    progress = Progress(os.fdopen(progress_number, "r+b"))
+    elsewhere = connection.family != socket.AF_UNIX
+    return Follower(connection, progress, sends_progress=elsewhere).run()
 
 
 def end_with(connection: socket.socket) -> None:

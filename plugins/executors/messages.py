@@ -140,6 +140,24 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """[len(progress.COLUMNS)]"""
 
 
+class RanksOfHost(msgspec.Struct, frozen=True, tag="ranks_of_host"):
+    """First frame of another host: the ranks that it starts."""
+
+    ranks: tuple[int, ...]
+
+
+class RankEnded(msgspec.Struct, frozen=True, tag="rank_ended"):
+    """A rank's process has ended on its host."""
+
+    rank: int
+    ending: str
+    """Rest of a sentence on its end."""
+
+
+class DumpStacks(msgspec.Struct, frozen=True, tag="dump_stacks"):
+    """To another host: let its ranks write their stacks."""
+
+
 ToLeader: TypeAlias = Joining | Ready | Done | Transferred | HasReport | Failed | Log | Beat
 
 

@@ -1,4 +1,4 @@
-"""Several ranks: rank 0 in this process, the others in processes of this host.
+"""Several ranks: rank 0 in this process, the others in processes of this host, and of others.
 
 Imports nothing large, as `spawn`. Rank 0 decides: plans and jobs are encoded once for all other
 ranks, which run them in the same order; their results are dropped. If ranks disagree on an outcome,
@@ -27,6 +27,7 @@ from ...core.worker.threads import WorkerThread
 from .agreement import check_alike, remoteness
 from .awaited import AGREE_SECONDS, AwaitedCalls, last, retrieve, set_once
 from .followers import FollowerConnection, FollowerProcess
+from .hosts.leader import OtherHosts
 from .leader_end import END_SECONDS, dump_stacks, end_thread
 from .messages import (
     Detach,
@@ -73,7 +74,7 @@ class ProcessesExecutor(Executor):
     """Runs plans on all ranks. All but the worker is for the event loop only."""
 
     tensor_parallel = pipeline_parallel = data_parallel = moves_experts = True
-    joins_engines = True
+    joins_engines = joins_hosts = True
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
         self.config = config
@@ -88,6 +89,7 @@ class ProcessesExecutor(Executor):
         """Number of frames encoded (each is sent to all other ranks)."""
         self._thread: WorkerThread | None = None
         self._joined: RankWorker | None = None
+        self._other_hosts: OtherHosts | None = None
         self._progress = Progress.create()
         self._infos: list[ExecutorInfo] = []
         """By rank; [] until all ranks have started."""
@@ -106,7 +108,13 @@ class ProcessesExecutor(Executor):
 
     @staticmethod
     def start_ahead(config: EngineConfig) -> None:
-        start_ahead(config.num_ranks - 1)
+        start_ahead(config.num_ranks // config.nnodes - 1)
+
+    @staticmethod
+    def run_host(config: EngineConfig, node_rank: int) -> int:
+        from .hosts.headless import run_headless
+
+        return run_headless(config, node_rank)
 
     @staticmethod
     def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
@@ -202,13 +210,24 @@ class ProcessesExecutor(Executor):
         """Start the other ranks, as `followers`: each waits for its Setup. Return where rank 0
         is.
         """
-        for rank in self._starting:
+        if self.config.nnodes > 1:
+            self._other_hosts = OtherHosts(self.config)
+        for rank in range(1, self.size // self.config.nnodes):
             self.followers.append(FollowerProcess(rank, received=self._receive, lost=self._lose))
-        return Place("127.0.0.1", 0)
+        if self._other_hosts is None:
+            return Place("127.0.0.1", 0)
+        if self.config.device == "cuda" and self.config.collectives == "auto":
+            # Each rank would choose by what it sees on its own host.
+            self.config = msgspec.structs.replace(self.config, collectives="nccl")
+        async for follower in self._other_hosts.followers(self._receive, self._lose):
+            self.followers.append(follower)
+        return Place(self.config.master_addr, 0)
 
     async def _end_others(self) -> None:
         """End what `_start_others` has started, perhaps partly."""
         await asyncio.gather(*(follower.close(END_SECONDS) for follower in self.followers))
+        if self._other_hosts is not None:
+            await self._other_hosts.close()
 
     def _name(self, rank: int) -> str:
         """Return a rank's name in messages."""

@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from ...core.errors import ConfigError
-from ...core.local_path import local_path
 from ...core.protocols.kv import KVConnectorSetup
 from ...core.request import Request
+from ...core.secret_file import read_secret
 from .block_file import BlockFormat
 from .block_memory import BlockMemory
 from .copying import BlockCopier
@@ -28,7 +28,6 @@ from .threads import Job
 
 logger = logging.getLogger("jackfield.kv")
 
-MIN_SECRET = 16
 ANY_HOST = ("0.0.0.0", "::")
 MAX_WAITING = 16
 """Lookups that wait at once for blocks that a peer is still saving; further ones do not wait."""
@@ -116,16 +115,9 @@ def _own_address(option: str, text: str, member: int) -> Address:
 
 def _read_secret(path: str) -> bytes:
     try:
-        secret = local_path(path).read_bytes().strip()
-    except OSError as error:
-        raise _wrong("secret_file", f"{path!r} cannot be read: {error}") from error
-    if len(secret) < MIN_SECRET:
-        raise _wrong(
-            "secret_file",
-            f"{path!r} has a secret of {len(secret)} bytes, of at least {MIN_SECRET}; make one "
-            "with: openssl rand -hex 32",
-        )
-    return secret
+        return read_secret(path)
+    except ValueError as error:
+        raise _wrong("secret_file", str(error)) from error
 
 
 # ---------------------------------------------------------------- handing a prompt over

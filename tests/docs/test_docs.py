@@ -429,7 +429,9 @@ def is_there(what: str) -> bool:
         "beam search": lambda: "use_beam_search" in protocol.SamplingRequest.__struct_fields__,
         "contexts divided among ranks": lambda: is_taken("--decode-context-parallel-size", "2"),
         "weights in host memory": lambda: is_taken("--cpu-offload-gb", "4"),
-        "several hosts without Ray": lambda: is_taken("--nnodes", "2"),
+        "several engines over several hosts without Ray": lambda: is_taken(
+            "--data-parallel-address", "10.0.0.1"
+        ),
         "prompts computed by other servers": lambda: "peer_store" in plugins["kv_connector"],
         "caches sent by RDMA": lambda: any(c in plugins["kv_connector"] for c in RDMA_CONNECTORS),
         "KV events": lambda: is_taken("--kv-events-config", "{}"),

@@ -105,8 +105,8 @@ def test_a_slip_finds_the_flag(slip: str, name: str) -> None:
 
 
 def test_the_api_gives_no_wrong_hint_either() -> None:
-    with pytest.raises(ConfigError, match=r"^nnodes: no such engine option$"):
-        EngineConfig.from_options({"nnodes": 1})
+    with pytest.raises(ConfigError, match=r"^grpc: no such engine option$"):
+        EngineConfig.from_options({"grpc": 1})
     with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
         EngineConfig.from_options({"max_num_seq": 1})
 

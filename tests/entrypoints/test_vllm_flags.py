@@ -231,7 +231,7 @@ def test_keys_given_one_by_one_add_to_a_whole_value() -> None:
         ["--logging-config", '{"formatter": "xml"}'],
         ["--compilation-config", "{"],
         ["--spec-tokens"],
-        ["--nnodes", "2"],
+        ["--ubatch-size", "2"],
         ["--speculative-algorithm", "DFLASH"],
     ],
 )
@@ -255,7 +255,7 @@ def test_in_a_file_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="enable_scale_out: prompts are rendered"):
         with_config(parser, [], args)
     file.write_text(
-        "swap-space: 4\nenable-reasoning: true\ncompilation_config: {level: 3}\nnnodes: 1\n"
+        "swap-space: 4\nenable-reasoning: true\ncompilation_config: {level: 3}\nworker-cls: auto\n"
         "async-scheduling: false\n"
         "spec-tokens: 3\nspec-method: ngram\nmax-num-queued-reqs: 5\nmax-running-requests: 4\n"
     )
@@ -335,13 +335,13 @@ def test_explain_prints_what_a_command_line_becomes(
     (tmp_path / "flags.yaml").write_text("swap-space: 4\nmax-num-seqs: 9\n")
     argv = [
         "model", "--explain", "--dtype", "half", "-O3", "--spec-method", "ngram",
-        "--spec-tokens", "3", "--nnodes", "1", "--config", str(tmp_path / "flags.yaml"),
+        "--spec-tokens", "3", "--worker-cls", "auto", "--config", str(tmp_path / "flags.yaml"),
     ]  # fmt: skip
     assert main(["serve", *argv]) == 0
     *lines, empty, command = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [
         "VLLM_LOGGING_LEVEL=INFO", "model", "--dtype half", "-O3", "--spec-method ngram",
-        "--spec-tokens 3", "--nnodes 1", f"--config {tmp_path / 'flags.yaml'}",
+        "--spec-tokens 3", "--worker-cls auto", f"--config {tmp_path / 'flags.yaml'}",
         "--swap-space=4", "--max-num-seqs=9",
     ]  # fmt: skip
     assert lines[0].endswith(": becomes --log-level=info")

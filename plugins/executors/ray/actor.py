@@ -39,9 +39,9 @@ class RankActor:
         """
         for name, value in environment.items():
             os.environ.setdefault(name, value)
+        from ..connections import connect
         from ..follower import Follower, end_with
         from ..progress import Progress
-        from .connections import connect
 
         connection = connect(address, secret, rank)
         threading.Thread(target=end_with, args=(connection,), daemon=True).start()

@@ -30,7 +30,7 @@ class EngineActor:
         for name, value in environment.items():
             os.environ.setdefault(name, value)
         from ....core.data_parallel.member_program import run_member
-        from .connections import connect
+        from ..connections import connect
 
         Placement.given = group
         run_member(connect(address, secret, number))

@@ -11,8 +11,8 @@ from typing import Any
 
 from ....core.config import EngineConfig
 from ....core.errors import RankFailed
+from ..connections import Reception
 from .cluster import Connection, Placement, RemoteRank, copied_environment, load_ray
-from .connections import Reception
 from .engine_actor import EngineActor
 
 logger = logging.getLogger("jackfield.member")

@@ -18,13 +18,13 @@ import msgspec
 from ....core.config import EngineConfig
 from ....core.errors import RankFailed
 from ....core.registry import Plugins
+from ..connections import Reception
 from ..followers import FollowerConnection
 from ..messages import ToLeader
 from ..processes import Place, ProcessesExecutor
 from ..progress import Progress
 from .actor import VISIBLE, device_number
 from .cluster import Connection, Placement, RemoteRank, copied_environment, load_ray
-from .connections import Reception
 from .engines import RayEngines
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class RayFollower(FollowerConnection):
 class RayExecutor(ProcessesExecutor):
     """As `processes`, on several hosts."""
 
-    joins_engines = False
+    joins_engines = joins_hosts = False
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
         """Raises ConfigError without Ray."""

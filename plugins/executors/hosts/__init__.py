@@ -1,0 +1,1 @@
+"""Ranks on several hosts, without a cluster: `EngineConfig.nnodes`."""
