@@ -19,6 +19,7 @@ from ..server.signals import StoppedAtStart, ending_at_signals
 
 if TYPE_CHECKING:
     from ...core.config import EngineConfig
+    from ...core.protocols.executors import Executor
     from ...core.registry import Plugins
     from ..server.listen import Listen
 
@@ -57,7 +58,8 @@ def _serve(argv: list[str]) -> int:
 def _run_host(config: EngineConfig, plugins: Plugins, node_rank: int) -> int:
     """Run the ranks of a host other than the first."""
     executors = plugins["executor"]
-    return executors.load(choose_executor(config, executors)).run_host(config, node_rank)
+    executor: type[Executor] = executors.load(choose_executor(config, executors))
+    return executor.run_host(config, node_rank)
 
 
 def _start_ahead(config: EngineConfig, plugins: Plugins) -> None:

@@ -11,7 +11,7 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ....core.config import EngineConfig
 from ....core.errors import ConfigError, RankFailed
@@ -201,7 +201,7 @@ class OtherHosts:
             logger.info("ranks %d to %d are on %s", ranks[0], ranks[-1], host)
         await self._reception.close()
 
-    async def _wait(self, arrival: asyncio.Future[object], host: int, deadline: float) -> None:
+    async def _wait(self, arrival: asyncio.Future[Any], host: int, deadline: float) -> None:
         missing = (
             f"host {host} of {self._ranks.num_hosts} has not come to {self._address}: run the same "
             f"command there, with --headless --node-rank {host}"
