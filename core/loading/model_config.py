@@ -110,8 +110,8 @@ class ModelConfig:
     @property
     def whole_prompts(self) -> bool:
         """Whether the tokens of a prompt see each other, so that a step has all of them."""
-        if self.pooling is not None:
-            return not self.pooling.causal
+        if self.pooling is not None and not self.pooling.causal:
+            return True
         return self.media is not None and self.media.spans is Spans.PROMPT
 
     @property

@@ -33,6 +33,8 @@ PREFIXES = {
     "thinker.lm_head.": "lm_head.",
     "llm.": "",
     "vlm.model.language_model.": "model.",
+    "vlm.language_model.model.": "model.",
+    "vlm.language_model.lm_head.": "lm_head.",
     "vlm.language_model.": "model.",
 }
 """Name prefix → prefix in a text-only checkpoint."""

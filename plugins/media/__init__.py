@@ -14,7 +14,8 @@ DERIVED = (
 MODELS = {
     **dict.fromkeys(DERIVED, "derived:Derived"),
     "AudioFlamingo3ForConditionalGeneration": "whisper_like:AudioFlamingo3",
-    "ColQwen2ForRetrieval": "col_qwen:ColQwen",
+    "ColPaliForRetrieval": "retrieval:ColPali",
+    "ColQwen2ForRetrieval": "retrieval:ColQwen",
     "Cohere2VisionForConditionalGeneration": "cohere2_vision:Cohere2Vision",
     "DeepseekOCRForCausalLM": "deepseek_ocr:DeepseekOcr",
     "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2:DeepseekOcr2",

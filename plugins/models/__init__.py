@@ -139,7 +139,7 @@ ARCHITECTURES = {
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification"),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3VLMoeTextForCausalLM"),
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
-    "retrieval": ("ColQwen2TextModel",),
+    "retrieval": ("ColPaliTextModel", "ColQwen2TextModel"),
     "rnj1": ("Rnj1ForCausalLM",),
     "roberta": (
         "RobertaModel", "RobertaForSequenceClassification", "RobertaForTokenClassification",

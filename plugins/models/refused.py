@@ -63,9 +63,6 @@ REFUSED = {
         "Ernie4_5_VLMoeForConditionalGeneration",
     ),
     "some of its layers attend to the states of a picture": ("MllamaForConditionalGeneration",),
-    "it is PaliGemma, of which versions of transformers differ in which tokens see each other": (
-        "ColPaliForRetrieval",
-    ),
     "it drafts tokens for another model": (
         "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
     ),
@@ -97,7 +94,6 @@ REFUSED = {
 """Reason, as one clause → names. Others run on transformers' modules (`plugins/models/fallback/`),
 if possible."""
 ELSEWHERE = (
-    "ColPaliForRetrieval",
     "DeepseekVLV2ForCausalLM",
     "Ernie4_5_VLMoeForConditionalGeneration", "MllamaForConditionalGeneration",
     "Fairseq2LlamaForCausalLM", "InklingForConditionalGeneration",

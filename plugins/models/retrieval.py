@@ -9,11 +9,13 @@ import torch
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.linear import Linear
+from .decoder import HeadlessLM
+from .gemma import GemmaModel
 from .qwen2 import Qwen2Model
 
 
-class ColQwen2TextModel(Qwen2Model):
-    """The text part of ColQwen2, with the layer that makes the vectors."""
+class VectorPerToken(HeadlessLM):
+    """With the layer that makes the vectors."""
 
     embeds_tokens: ClassVar[bool] = True
 
@@ -25,3 +27,11 @@ class ColQwen2TextModel(Qwen2Model):
     def token_vectors(self, states: torch.Tensor) -> torch.Tensor:
         vectors: torch.Tensor = self.embedding_proj_layer(states)
         return vectors
+
+
+class ColPaliTextModel(VectorPerToken, GemmaModel):
+    """The text part of ColPali."""
+
+
+class ColQwen2TextModel(VectorPerToken, Qwen2Model):
+    """The text part of ColQwen2."""

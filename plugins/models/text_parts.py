@@ -44,6 +44,7 @@ TEXT_PARTS = {
         ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
         "DeepseekV3ForCausalLM",
     ),
+    "ColPaliForRetrieval": "ColPaliTextModel",
     "ColQwen2ForRetrieval": "ColQwen2TextModel",
     "Phi3VForCausalLM": "Phi3ForCausalLM",
     "Phi4MMForCausalLM": "Phi4MMTextForCausalLM",

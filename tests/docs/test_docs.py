@@ -464,13 +464,11 @@ def test_what_pages_call_absent_is_absent() -> None:
     """Every item of the lists is computed, so that one that was built meanwhile fails here."""
     absent = listed_as_absent("docs/architecture.md", r"\nAbsent for now, [^:]*: ([^.]+)\.")
     assert [what for what in absent if is_there(what)] == []
-    assert absent == ["ColPali"], "compute it, too"
+    assert absent == ["contexts divided among ranks", "weights in host memory"], "compute it, too"
     readme = (ROOT / "README.md").read_text().partition("\n## Not there yet\n")[2]
     items = re.findall(r"^- \*\*(.+?)\*\*", readme.partition("\n## ")[0], re.M)
     assert items and [what for what in items if is_there(what)] == []
-    limits = listed_as_absent("CHANGELOG.md", r"\n- No (ColPali.*?)\. ")
-    assert limits == ["ColPali"]
-    assert is_there("adapters (LoRA)") and not is_there("ColPali")
+    assert is_there("adapters (LoRA)") and is_there("ColPali")
 
 
 def test_the_changelog_has_the_version_of_the_hooks() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from seeing_models import FAMILIES, picture, randomize, save
+from seeing_models import FAMILIES, TEXT, picture, randomize, save
 from serving import Server, running
 
 from jackfield import AsyncEngine, EngineConfig, PoolingParams
@@ -23,6 +23,7 @@ from jackfield.entrypoints.scoring import score_all, scored_texts
 
 QWEN2, QWEN3 = (f"{name}ForConditionalGeneration" for name in ("Qwen2VL", "Qwen3VL"))
 GEMMA = "Gemma3ForConditionalGeneration"
+PALI = "PaliGemmaForConditionalGeneration"
 SIZES = ((96, 72), (60, 110), (40, 40))
 
 
@@ -70,14 +71,18 @@ async def test_vectors_are_those_of_transformers(architecture: str, tmp_path: Pa
             )["input_ids"].shape[1]  # fmt: skip
 
 
-def save_col_qwen(folder: Path, base: str) -> Any:
-    """Save ColQwen2, or ColQwen2.5, on a base."""
+def save_retrieval(folder: Path, base: str) -> Any:
+    """Save ColQwen2, ColQwen2.5 or ColPali on a base."""
     save(base, folder)
     inner = {**copy.deepcopy(FAMILIES[base].config), "tie_word_embeddings": False}
     inner["model_type"] = getattr(transformers, base).config_class.model_type
-    config = transformers.ColQwen2Config(vlm_config=inner, embedding_dim=24)
+    name = "ColQwen2"
+    if base == PALI:
+        name = "ColPali"
+        inner["text_config"] = {**TEXT, "model_type": "gemma"}
+    config = getattr(transformers, f"{name}Config")(vlm_config=inner, embedding_dim=24)
     torch.manual_seed(3)
-    model: Any = transformers.ColQwen2ForRetrieval(config).float().eval()
+    model: Any = getattr(transformers, f"{name}ForRetrieval")(config).float().eval()
     randomize(model)
     model.save_pretrained(folder)
     return model
@@ -86,6 +91,8 @@ def save_col_qwen(folder: Path, base: str) -> Any:
 @torch.no_grad()
 def token_vectors(base: str, folder: Path, model: Any, text: str, images: list[Any]) -> Any:
     inputs = inputs_of(base, folder, text, images)
+    if base == PALI:
+        return model(**inputs).embeddings[0]
     kept = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     if images:
         grids = inputs["image_grid_thw"]
@@ -95,12 +102,13 @@ def token_vectors(base: str, folder: Path, model: Any, text: str, images: list[A
     return model(**kept).embeddings[0]
 
 
-@pytest.mark.parametrize("base", [QWEN2, "Qwen2_5_VLForConditionalGeneration"])
+@pytest.mark.parametrize("base", [QWEN2, "Qwen2_5_VLForConditionalGeneration", PALI])
 async def test_tokens_of_texts_and_pictures_have_vectors_that_are_compared(
     base: str, tmp_path: Path
 ) -> None:
-    """ColQwen2, in chunks that end inside pictures; scores as its processor computes them."""
-    model = save_col_qwen(tmp_path, base)
+    """ColQwen2, in chunks that end inside pictures, and ColPali; scores as their processors compute
+    them."""
+    model = save_retrieval(tmp_path, base)
     written = FAMILIES[base].written
     images = [picture(seed, *size) for seed, size in enumerate(SIZES)]
     cases: list[tuple[str, list[Any]]] = [
@@ -108,7 +116,8 @@ async def test_tokens_of_texts_and_pictures_have_vectors_that_are_compared(
         (f"{written} or {written}?", images[1:]),
     ]  # fmt: skip
     want = [token_vectors(base, tmp_path, model, *case) for case in cases]
-    config = options_of(tmp_path, runner="auto")
+    step = {"max_num_batched_tokens": 100} if base == PALI else {}  # It takes prompts whole.
+    config = options_of(tmp_path, runner="auto", **step)
     async with AsyncEngine(config) as engine:
         assert engine.supported_tasks == ("token_embed",)
         for (text, own), vectors in zip(cases, want, strict=True):
