@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from ...core.nn.context import BuildContext
-from ...core.protocols.media import MediaEncoder, MediaProcessor, MediaSetup, Spans
+from ...core.protocols.media import MediaEncoder, MediaProcessor, MediaSetup
 from .family import Pictures
 from .paligemma import PaliGemma
 from .qwen_vl import QwenEncoder, QwenPictures
@@ -27,10 +27,6 @@ class InVlmConfig(Pictures):
                 "served"
             )
         return super().refusal(inner(setup))
-
-    @classmethod
-    def spans(cls, setup: MediaSetup) -> Spans | None:
-        return super().spans(inner(setup))
 
     @classmethod
     def processor(cls, setup: MediaSetup, modality: str = "image") -> MediaProcessor:
