@@ -95,14 +95,75 @@ def test_a_refusal_repeats_no_long_name(server: Server, path: str, body: dict[st
     assert len(json.dumps(refused(server, path, body))) < 3000
 
 
-def test_a_number_of_five_thousand_digits_is_not_called_bad_json(server: Server) -> None:
-    response = httpx.post(
-        server.url + "/v1/completions",
-        content=b'{"seed":' + b"9" * 5000 + b"}",
-        headers=JSON,
-    )
-    assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith("the body cannot be read: Integer value")
+NINES = "9" * 5000
+ROUTES = [
+    "/v1/completions", CHAT_ROUTE, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/embeddings", "/pooling", "/classify", "/rerank", "/score", "/v2/embed", "/tokenize",
+    "/detokenize",
+]  # fmt: skip
+
+
+def message_of(response: httpx.Response) -> str:
+    error = response.json()["error"]
+    message: str = error if isinstance(error, str) else error["message"]
+    return message
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_number_that_cannot_be_read_is_refused_with_its_field(server: Server, path: str) -> None:
+    for text, field, words in (
+        ('{"max_tokens": 1e400}', "max_tokens", "1e400 is out of range"),
+        ('{"a": 1, "temperature": -1e999}', "temperature", "-1e999 is out of range"),
+        ('{"seed": ' + NINES + "}", "seed", NINES[:200] + "… is out of range"),
+        ('{"logit_bias": {"5": 1e999}}', "logit_bias.5", "1e999 is out of range"),
+        ('{"messages": [{}, {"x": [1, NaN]}]}', "messages[1].x[1]", "NaN is not a number in JSON"),
+        ('{"top_p": -Infinity}', "top_p", "-Infinity is not a number in JSON"),
+    ):
+        response = httpx.post(server.url + path, content=text, headers=JSON)
+        assert response.status_code == 400
+        assert message_of(response) == f"{field}: {words}"
+        error = response.json()["error"]
+        assert not isinstance(error, dict) or error.get("param", field) == field
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/invocations", '{"prompt": "x", "n": %s}', "n"),
+        ("/api/chat", '{"messages": [], "options": {"seed": %s}}', "options.seed"),
+        ("/api/generate", '{"prompt": "x", "options": {"num_predict": %s}}', "options.num_predict"),
+        ("/api/embed", '{"input": [%s]}', "input[0]"),
+    ],
+)
+def test_other_routes_name_the_field_of_such_a_number(
+    server: Server, path: str, body: str, field: str
+) -> None:
+    for number in ("1e999", "NaN"):
+        response = httpx.post(server.url + path, content=body % number, headers=JSON)
+        assert response.status_code == 400
+        assert message_of(response).startswith(f"{field}: {number} is ")
+
+
+def test_what_is_wrong_besides_a_number_is_reported(server: Server) -> None:
+    for body, words in (
+        (b'{"n": 1e999,}', "the body is not JSON: "),
+        (b'{"\xff": 1e999}', "the body is not JSON: "),
+        (b"[" * 100_000 + b"1e999", "the body is not JSON: "),
+        (b'{"n": 1e999, "n": 1}', "n: 1e999 is out of range"),
+        (b'{"\\ud800": 1e999}', "?: 1e999 is out of range"),
+        (b"1e999", "body: 1e999 is out of range"),
+    ):
+        response = httpx.post(server.url + "/v1/completions", content=body, headers=JSON)
+        assert response.status_code == 400
+        assert message_of(response).startswith(words)
+
+
+def test_deep_and_long_names_do_not_make_a_long_message(server: Server) -> None:
+    name = "n" * 2000
+    body = f'{{"{name}": ' * 200 + "1e999" + "}" * 200
+    response = httpx.post(server.url + "/v1/completions", content=body, headers=JSON)
+    assert response.status_code == 400 and len(response.text) < 1000
+    assert message_of(response).endswith("…: 1e999 is out of range")
 
 
 def test_a_body_that_is_not_packed_as_it_says_is_the_client_s_fault(
