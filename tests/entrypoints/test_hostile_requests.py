@@ -166,6 +166,25 @@ def test_deep_and_long_names_do_not_make_a_long_message(server: Server) -> None:
     assert message_of(response).endswith("…: 1e999 is out of range")
 
 
+def test_lists_that_leave_no_token_are_the_client_s_fault(server: Server) -> None:
+    """At the first token, or later, where longer bad words say so."""
+    url = server.url + "/v1/completions"
+    text = {"prompt": "qq", "add_special_tokens": False}
+    twice = httpx.post(server.url + "/tokenize", json=text).json()["tokens"]
+    assert len(twice) == 2 and twice[0] == twice[1]
+    body = {"prompt": "x", "allowed_token_ids": twice[:1], "bad_words": ["qq"], "max_tokens": 4}
+    error = refused(server, "/v1/completions", body)
+    assert error["param"] == "allowed_token_ids" and "bad_words" in error["message"]
+    lines = [line for line in httpx.post(url, json={**body, "stream": True}).text.split("\n\n")]
+    assert '"text":"q"' in lines[0] and '"param":"allowed_token_ids"' in lines[1]
+    error = refused(server, "/v1/completions", {**body, "bad_words": ["q"]})
+    assert error["param"] == "allowed_token_ids" and "bad_words" in error["message"]
+    vocabulary = server.engine.model_config.vocab_size
+    assert vocabulary <= 1024, "as many stop_token_ids as a request may have"
+    every = {"prompt": "x", "min_tokens": 1, "stop_token_ids": list(range(vocabulary))}
+    assert refused(server, "/v1/completions", every)["param"] == "min_tokens"
+
+
 def test_a_body_that_is_not_packed_as_it_says_is_the_client_s_fault(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
