@@ -13,7 +13,7 @@ import msgspec
 
 from ...core.errors import shown
 from ..http.context import encoder
-from ..http.unreadable_numbers import unreadable_number
+from ..http.unreadable_values import unreadable_value
 from .inprocess import RouteResponse
 
 MAX_CUSTOM_ID = 512
@@ -95,7 +95,7 @@ class LineReader:
         try:
             decoded = msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            if (unread := unreadable_number(raw)) is not None:
+            if (unread := unreadable_value(raw)) is not None:
                 reason = f"{unread.path or 'line'}: {unread.reason}"
                 return wrong("invalid_json_line", reason, unread.path or None)
             return wrong("invalid_json_line", f"is not JSON: {error}")

@@ -144,13 +144,15 @@ def test_other_routes_name_the_field_of_such_a_number(
         assert message_of(response).startswith(f"{field}: {number} is ")
 
 
-def test_what_is_wrong_besides_a_number_is_reported(server: Server) -> None:
+def test_other_values_that_cannot_be_read_are_reported(server: Server) -> None:
     for body, words in (
         (b'{"n": 1e999,}', "the body is not JSON: "),
         (b'{"\xff": 1e999}', "the body is not JSON: "),
         (b"[" * 100_000 + b"1e999", "the body is not JSON: "),
         (b'{"n": 1e999, "n": 1}', "n: 1e999 is out of range"),
-        (b'{"\\ud800": 1e999}', "?: 1e999 is out of range"),
+        (b'{"\\ud800": 1e999}', "?: the name has half of a surrogate pair"),
+        (b'{"prompt": ["a", "b\\ud83d"]}', "prompt[1]: has half of a surrogate pair"),
+        (b'{"prompt": "a\\ude00", "n": NaN}', "prompt: has half of a surrogate pair"),
         (b"1e999", "body: 1e999 is out of range"),
     ):
         response = httpx.post(server.url + "/v1/completions", content=body, headers=JSON)

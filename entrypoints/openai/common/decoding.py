@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ....core.errors import InvalidRequest, shortened
-from ...http.unreadable_numbers import unreadable_number
+from ...http.unreadable_values import unreadable_value
 from ...http.whole_numbers import integers_of, with_integers
 
 logger = logging.getLogger("jackfield.server")
@@ -80,11 +80,11 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def not_json(body: bytes, error: Exception) -> InvalidRequest:
-    """Return the error of a body that cannot be decoded, with the field of a number that cannot."""
-    number = unreadable_number(body)
-    if number is None:
+    """Return the error of a body that cannot be decoded, with the field of a value that cannot."""
+    value = unreadable_value(body)
+    if value is None:
         return InvalidRequest(f"the body is not JSON: {error}")
-    return InvalidRequest(f"{number.path or 'body'}: {number.reason}", param=number.path or None)
+    return InvalidRequest(f"{value.path or 'body'}: {value.reason}", param=value.path or None)
 
 
 def convert(raw: dict[str, Any], kind: type[T]) -> T:

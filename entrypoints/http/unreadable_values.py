@@ -1,9 +1,10 @@
-"""Finds the number that makes a JSON text unreadable, for the error message."""
+"""Finds the value that makes a JSON text unreadable, for the error message."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,13 +12,15 @@ from ...core.errors import SHOWN, shortened
 
 READABLE = 0
 """Stands for any number that can be read."""
+HALF_PAIR = "has half of a surrogate pair, as of a character that was cut"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class UnreadableNumber(NamedTuple):
-    """A number out of range (1e999), or one that JSON does not have (NaN)."""
+class UnreadableValue(NamedTuple):
+    """A number out of range (1e999), one that JSON does not have (NaN), or half a character."""
 
     path: str
-    """Such as `messages[0].content`; empty: the text is the number."""
+    """Such as `messages[0].content`; empty: the text is the value."""
     reason: str
 
 
@@ -31,8 +34,8 @@ class _Object(list[tuple[str, Any]]):
     """An object's fields, also those of equal names."""
 
 
-def unreadable_number(body: bytes) -> UnreadableNumber | None:
-    """Return the first such number of a text; None: there is none, or more is wrong with it."""
+def unreadable_value(body: bytes) -> UnreadableValue | None:
+    """Return the first such value of a text; None: there is none, or more is wrong with it."""
     try:
         value = json.loads(
             body.decode(), parse_int=_integer, parse_float=_number, parse_constant=_constant,
@@ -45,8 +48,9 @@ def unreadable_number(body: bytes) -> UnreadableNumber | None:
     levels = [iter([("", value)])]
     while levels:
         for name, child in levels[-1]:
-            if isinstance(child, _Unreadable):
-                return UnreadableNumber(_joined([*names[1:], name]), child.reason)
+            reason = _reason(name, child)
+            if reason is not None:
+                return UnreadableValue(_joined([*names[1:], name]), reason)
             if isinstance(child, list):
                 names.append(name)
                 levels.append(_entries(child))
@@ -55,6 +59,15 @@ def unreadable_number(body: bytes) -> UnreadableNumber | None:
             levels.pop()
             del names[-1:]
     return None
+
+
+def _reason(name: str | int, value: Any) -> str | None:
+    """Return what is wrong with a field, or an entry of a list."""
+    if isinstance(name, str) and _SURROGATE.search(name):
+        return f"the name {HALF_PAIR}"
+    if isinstance(value, _Unreadable):
+        return value.reason
+    return HALF_PAIR if isinstance(value, str) and _SURROGATE.search(value) else None
 
 
 def _entries(value: list[Any]) -> Iterator[tuple[Any, Any]]:
