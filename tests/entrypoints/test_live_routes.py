@@ -571,6 +571,14 @@ def test_a_body_is_never_ignored(server: Server, path: str) -> None:
         ("/reset_prefix_cache", {"reset_running_requests": "yes"}, "reset_running_requests"),
         ("/reset_prefix_cache?reset_running_requests=yes", None, "reset_running_requests"),
         ("/start_profile", {"num_steps": 5}, "num_steps"),
+        ("/collective_rpc", {"method": "x", "timeout": 0}, "timeout"),
+        ("/collective_rpc", {"method": "x", "timeout": -1.5}, "timeout"),
+        ("/update_weight_version", {"new_version": ""}, "new_version"),
+        ("/update_weights_from_disk", {"model_path": ""}, "model_path"),
+        (
+            "/update_weights_from_disk", {"model_path": "/nowhere", "weight_version": "\n"},
+            "weight_version",
+        ),
     ],
 )  # fmt: skip
 def test_a_wrong_option_is_refused_by_name(

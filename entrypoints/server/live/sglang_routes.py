@@ -27,6 +27,7 @@ from ....core.live.engine_jobs import (
     Resume,
     Sleep,
     WakeUp,
+    check_version,
 )
 from ....core.live.torch_pickles import read_sglang_tensors
 from ...http.context import reply
@@ -219,6 +220,8 @@ async def end_weight_update(request: web.Request) -> str:
 async def update_weights_from_disk(request: web.Request) -> str:
     """Serve with the weights of a checkpoint on the server's machine, once they are read."""
     body = await decode_body(request, FromDisk)
+    if body.weight_version is not None:
+        check_version(body.weight_version)  # Before the weights are read.
     update = (await ask(request, BeginUpdate()))["update"]
     load_format = body.load_format or ""
     await ask(request, ReadFiles(update=update, path=body.model_path, load_format=load_format))

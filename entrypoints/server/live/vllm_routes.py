@@ -29,6 +29,7 @@ from ....core.live.engine_jobs import (
     Sleep,
     WakeUp,
     check_mode,
+    check_version,
 )
 from ....core.live.safetensors_bytes import read_header
 from ....core.live.torch_pickles import read_vllm_handles
@@ -308,6 +309,7 @@ async def abort_weight_update(request: web.Request) -> web.Response:
 async def update_weight_version(request: web.Request) -> web.Response:
     """Give the weights that serve another name."""
     version = (await decode_body(request, NewVersion)).new_version
+    check_version(version, "new_version")
     await ask(request, NameWeights(version=version))
     return reply({"success": True, "new_version": version})
 
@@ -354,6 +356,10 @@ async def collective_rpc(request: web.Request) -> web.Response:
     """Call a method that a part of a plugin offers, on each rank."""
     body = await decode_body(request, WorkerCall)
     engine = request.app[ENGINE]
+    if body.timeout is not None and body.timeout <= 0:
+        raise InvalidRequest(
+            f"timeout: must be more than 0 seconds, got {body.timeout:g}", param="timeout"
+        )
     try:
         results = await engine.collective_rpc(body.method, body.timeout, body.args, body.kwargs)
     except TimeoutError:
