@@ -61,7 +61,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(value, bool) or not isinstance(value, int):
                 refuse(name, "an integer")
             if value < least or value == 0 or value >= 2**31:
-                refuse(name, "-1 or positive" if least < 0 else "positive")
+                refuse(name, f"{'-1 or ' if least < 0 else ''}positive, at most {2**31 - 1}")
 
 
 class TextPair(TypedDict):

@@ -168,6 +168,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """[k]"""
 
 
+NO_TOKEN = "no token can be chosen: NaN logits, or every token is masked"
+"""Why a row failed that the sampler found no token for."""
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """Results of a step, row by row as in its plan."""
 

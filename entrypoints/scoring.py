@@ -75,12 +75,13 @@ async def encode_all(
     params: PoolingParams | None = None,
     *,
     max_values: int | None = None,
+    fields: Sequence[str] | None = None,
     **options: Any,
 ) -> list[PoolingRequestOutput]:
     """Encode prompts concurrently; the first error aborts the others.
 
     `options`: of `AsyncEngine.encode`, with `request_id` as a prefix. max_values: most numbers in
-    the outputs, else InvalidRequest.
+    the outputs, else InvalidRequest. fields: each prompt's name in errors.
     """
     num_values = 0
     name = options.pop("request_id", None) or "pooled"
@@ -88,7 +89,12 @@ async def encode_all(
 
     async def encode(prompt: PoolingPrompt, number: int) -> PoolingRequestOutput:
         request_id = f"{name}-{number}-{unique}"
-        output = await engine.encode(prompt, params, request_id=request_id, **options)
+        try:
+            output = await engine.encode(prompt, params, request_id=request_id, **options)
+        except InvalidRequest as error:
+            if fields is None:
+                raise
+            raise with_field(error, fields[number]) from None
         nonlocal num_values
         num_values += output.outputs.data.size
         if max_values is not None and num_values > max_values:
@@ -111,15 +117,26 @@ async def encode_all(
     return [task.result() for task in tasks]
 
 
+def with_field(error: InvalidRequest, field: str) -> InvalidRequest:
+    """Return an error, under the field's name if it is about a prompt or its messages."""
+    param = error.param or ""
+    if param.partition("[")[0] not in {"prompt", "messages"} - {field}:
+        return error
+    return type(error)(error.message.replace(f"{param}:", f"{field}:", 1), param=field)
+
+
 async def score_all(
     engine: AsyncEngine,
     pairs: Sequence[tuple[ScoredText, ScoredText]],
     params: PoolingParams | None = None,
     *,
     template_kwargs: Mapping[str, Any] | None = None,
+    fields: tuple[str, str] | None = None,
     **options: Any,
 ) -> list[PoolingRequestOutput]:
     """Score pairs of texts: one output per pair, with `outputs.score` and both texts' tokens.
+
+    fields: names of both texts in errors, where one of them alone is at fault.
 
     A chat template that reads the roles `query` and `document` joins a cross-encoder's pairs, with
     template_kwargs. Raises InvalidRequest without a scoring model.
@@ -141,7 +158,7 @@ async def score_all(
         raise _refused(next(iter(template_kwargs)), why)
     if pooling.compares:
         params = msgspec.structs.replace(params, task=pooling.tasks[0], normalize=True)
-        return await _by_vectors(engine, pairs, params, options)
+        return await _by_vectors(engine, pairs, params, fields, options)
     prompts: list[PoolingPrompt] = []
     for first, second in pairs:
         if isinstance(first, tuple) or isinstance(second, tuple):
@@ -207,6 +224,7 @@ async def _by_vectors(
     engine: AsyncEngine,
     pairs: Sequence[tuple[ScoredText, ScoredText]],
     params: PoolingParams,
+    fields: tuple[str, str] | None,
     options: dict[str, Any],
 ) -> list[PoolingRequestOutput]:
     """Score pairs by cosine, or by the vectors of their tokens, encoding each text once."""
@@ -215,7 +233,11 @@ async def _by_vectors(
             "activation: has no meaning for products of vectors", param="activation"
         )
     prompts = {_key(text): _prompt(text) for pair in pairs for text in pair}
-    outputs = await encode_all(engine, list(prompts.values()), params, **options)
+    names = None
+    if fields is not None:
+        firsts = {_key(first) for first, _ in pairs}
+        names = [fields[0] if key in firsts else fields[1] for key in prompts]
+    outputs = await encode_all(engine, list(prompts.values()), params, fields=names, **options)
     by_text = dict(zip(prompts, outputs, strict=True))
     scores = []
     for first, second in ((by_text[_key(a)], by_text[_key(b)]) for a, b in pairs):

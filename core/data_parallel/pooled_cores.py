@@ -18,6 +18,7 @@ import prometheus_client as prometheus
 from ..config import EngineConfig
 from ..engine.admission import request_limits
 from ..engine.core_client import S
+from ..engine.kv_connector import numbered
 from ..engine.output_processor import RequestTracker, State
 from ..engine.plugin_events import PluginEvents
 from ..engine.request_state import RequestState
@@ -85,7 +86,7 @@ class PooledCores:
     metrics: PoolMetrics
 
     def __init__(self, config: EngineConfig, plugins: Plugins) -> None:
-        self.config = config
+        self.config = numbered(config, 0)
         self.plugins = plugins
         self.requests = RequestTracker()
         self.members: list[Member] = []

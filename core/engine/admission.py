@@ -24,6 +24,7 @@ from ..request import GrammarRequest, RequestSpec
 from ..sampling_params import SamplingParams, all_ints
 from ..scheduling.limits import RequestLimits
 from ..text.token_limit import TokenLimit
+from ..token_lists import barring_fields
 from .request_options import Envelope
 from .text_processor import TextProcessor
 
@@ -84,22 +85,19 @@ def check_limits(limits: RequestLimits, num_prompt_tokens: int, max_tokens: int)
         raise InvalidRequest(f"prompt: {reason}", param="prompt")
 
 
-def _check_choice(params: SamplingParams, eos: frozenset[int], bad_words: BadWords) -> None:
+def _check_choice(
+    params: SamplingParams, eos: frozenset[int], bad_words: BadWords, vocab_size: int
+) -> None:
     """Raise InvalidRequest if no first token is possible."""
-    choices = set(params.allowed_token_ids or ())
-    fields: list[str] = []
-    for field, tokens in (
-        ("min_tokens", eos.union(params.stop_token_ids) if params.min_tokens else ()),
-        ("bad_words", {word[0] for word in bad_words if len(word) == 1}),
-    ):
-        if not choices.isdisjoint(tokens):
-            fields.append(field)
-            choices.difference_update(tokens)
-    if not choices:
+    stops = eos.union(params.stop_token_ids)
+    fields = barring_fields(params, bad_words, stops, vocab_size)
+    if fields:
+        param, *others = fields
+        beside = f"with {' and '.join(others)}, " if others else ""
         raise InvalidRequest(
-            f"allowed_token_ids: {' and '.join(fields)} leave none of these tokens: with "
-            "min_tokens, tokens that end the output are not allowed before",
-            param="allowed_token_ids",
+            f"{param}: {beside}no token is left that may begin the output (before min_tokens, none "
+            "that ends it)",
+            param=param,
         )
 
 
@@ -305,8 +303,8 @@ class Admission:
         if params.min_tokens > max_tokens:
             params = msgspec.structs.replace(params, min_tokens=max_tokens)
         eos = frozenset() if params.ignore_eos else self.model_config.eos_token_ids
-        if params.allowed_token_ids is not None and params.structured_outputs is None:
-            _check_choice(params, eos, bad_words)
+        if params.structured_outputs is None:
+            _check_choice(params, eos, bad_words, self.model_config.vocab_size)
         extra: tuple[tuple[int, str], ...] = ()
         if self.model_config.whole_prompts:
             extra = (prompt_extra(prompt.token_ids, prompt.media),)

@@ -110,6 +110,7 @@ class EngineCore:
         """None before the start."""
         self._connector: GuardedConnector | None = None
         self._seeds = random.Random(config.seed)
+        self._stopping = False
         self._executor_error: Exception | None = None
         """Why the executor cannot continue."""
         self._cache_hooks = CacheHooks(plugins)
@@ -291,6 +292,7 @@ class EngineCore:
         """End the steps, and free the device; errors are logged."""
         if self.steps is None:
             return
+        self._stopping = True
         with logged("ending leases"):
             await self.live.close()
         with logged("stopping the step loop"):
@@ -305,6 +307,11 @@ class EngineCore:
                 self._connector.close()
         with logged("stopping the executor"):
             await self.executor.stop()
+
+    def _check_running(self) -> None:
+        """Raise EngineStopped once the executor may do nothing any more."""
+        if self._stopping:
+            raise EngineStopped("the engine is stopping or stopped")
 
     # ------------------------------------------------------------ requests
 
@@ -369,6 +376,7 @@ class EngineCore:
 
     async def ask_adapters(self, job: AdapterJob) -> list[AdapterCard]:
         """Do what an `AdapterJob` says, and return its cards."""
+        self._check_running()
         return await self._registry().do(job)
 
     def abort_request(self, state: State) -> None:
@@ -391,6 +399,7 @@ class EngineCore:
 
     async def ask_live(self, job: LiveJob) -> dict[str, Any]:
         """Do what a `LiveJob` says, and return its answer."""
+        self._check_running()
         return await self.live.do(job)
 
     async def reset_prefix_cache(self) -> bool:

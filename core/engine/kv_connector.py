@@ -23,9 +23,17 @@ from ..scheduling.parts.guarded_connector import GuardedConnector
 
 
 def numbered(config: EngineConfig, member: int) -> EngineConfig:
-    """Return the configuration from which a connector's halves learn their engine's number."""
+    """Return the configuration from which a connector's halves learn their engine's number.
+
+    Raises ConfigError for a number that somebody else has set.
+    """
     if (transfer := config.kv_transfer_config) is None:
         return config
+    if transfer.member not in (0, member):
+        raise ConfigError(
+            f"kv_transfer_config: member: the engine sets it, got {transfer.member}; leave it out",
+            param="kv_transfer_config",
+        )
     transfer = msgspec.structs.replace(transfer, member=member)
     return msgspec.structs.replace(config, kv_transfer_config=transfer)
 

@@ -74,7 +74,7 @@ def fill_masks(
     rows_by_ends: dict[int, tuple[Constraint, list[int]]] = {}
     for row, error in zip(rows, errors, strict=True):
         constraint = constraints[row]
-        if error is not None or not constraint.in_grammar:
+        if error is not None or not constraint.in_grammar or constraint.lists is not None:
             constraint.finish_fill(bits[row], error)
         elif constraint.masks_ends:
             rows_by_ends.setdefault(id(constraint.ends), (constraint, []))[1].append(row)

@@ -14,6 +14,7 @@ import numpy as np
 from ..protocols.grammars import GrammarMatcher
 from ..protocols.parsers import Content
 from ..step import CompiledGrammar, SlotStart
+from ..token_lists import token_lists
 from .spec import field_of
 
 FORCED_SECONDS = 2e-3
@@ -48,6 +49,8 @@ class Constraint:
     - While reasoning is open, all tokens except end tokens are allowed.
     - Where the grammar may end, end tokens are allowed; where it can only end, no other token is.
     - With min_tokens or ignore_eos, end tokens are masked as long as another token is possible.
+    - allowed_token_ids and bad_words hold, too; but where they leave nothing of a grammar that may
+      end, it ends.
     """
 
     def __init__(self, start: SlotStart, compiled: CompiledGrammar, mask_timeout: float) -> None:
@@ -62,6 +65,11 @@ class Constraint:
         self._eos = frozenset(start.grammar.eos_token_ids)
         self.ends = _end_token_bits((*start.grammar.eos_token_ids, *start.stop_token_ids))
         """Shared by outputs with the same end tokens."""
+        self._grammar_ends = _end_token_bits(tuple(start.grammar.eos_token_ids))
+        self.lists = token_lists(start.params, start.bad_words_token_ids)
+        """The request's own lists, which masks respect."""
+        self._output: list[int] = []
+        """With `lists`."""
         self._min_tokens = start.params.min_tokens
         self._ignore_eos = start.params.ignore_eos
         gate = start.grammar.reasoning_gate
@@ -107,7 +115,7 @@ class Constraint:
         """Advance by a sampled token, -1 for none."""
         if self.ended or self.failure is not None:
             return
-        self._num_output += 1
+        self._note(token_id)
         if token_id < 0:
             self.ended = True
             return
@@ -118,12 +126,17 @@ class Constraint:
 
     def record_accept(self, token_id: int, result: bool | BaseException) -> None:
         """Record the matcher's result for a token, instead of `advance` if `in_grammar`."""
-        self._num_output += 1
+        self._note(token_id)
         if result is True:
             self._num_accepted += 1
             self.ended = token_id in self._eos
         else:
             self._fail(result or ValueError(f"the grammar does not allow token {token_id}"))
+
+    def _note(self, token_id: int) -> None:
+        self._num_output += 1
+        if self.lists is not None:
+            self._output.append(token_id)
 
     def _apply(self, token_id: int) -> None:
         opening_ids, self._opening_ids = self._opening_ids, None
@@ -208,6 +221,7 @@ class Constraint:
         self._parser, self._opening_ids = mark.parser, mark.opening_ids
         self._decoder.setstate(mark.decoded)
         self._num_output, self._num_accepted = mark.num_output, mark.num_accepted
+        del self._output[mark.num_output :]
         self.ended, self.failure, self.failed_param = mark.ended, None, None
         if not followed:
             return
@@ -257,6 +271,10 @@ class Constraint:
         if self._parser is not None and self._opening_ids is None:
             row.fill(ANY)
             row[self.ends.words] &= self.ends.others
+            if self.lists is not None:
+                self.lists.narrow(row, self._output)
+                if not row.any():
+                    self._fail_listed(row)
             return None
         return self.matcher
 
@@ -268,8 +286,34 @@ class Constraint:
             return
         for token_id in self._opening_ids or ():
             row.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
-        if self.masks_ends:
+        if self.lists is not None:
+            self._narrow(row)
+        if self.masks_ends and self.failure is None:
             mask_ends(self.ends, row[None], [0])
+
+    def _narrow(self, row: np.ndarray) -> None:
+        """Mask what the request's lists forbid, but for an end that alone is left."""
+        assert self.lists is not None
+        if not row.any():
+            return  # The grammar's own dead end.
+        words, others = self._grammar_ends
+        ends = row[words] & ~others
+        self.lists.narrow(row, self._output)
+        if not row.any():
+            row[words] = ends
+            if not ends.any():
+                self._fail_listed(row)
+
+    def _fail_listed(self, row: np.ndarray) -> None:
+        """Fail a request whose lists leave nothing that its grammar allows."""
+        assert self.lists is not None
+        param, *others = [*self.lists.fields, self._field]
+        self.failure = (
+            f"{param}: with {' and '.join(others) or 'the bad words of the checkpoint'}, no token "
+            f"is left that may come next, after {self._num_output} tokens of output"
+        )
+        self.failed_param = param
+        row.fill(ANY)
 
     def fail_empty(self, row: np.ndarray) -> None:
         """Fail a request whose row allows no token."""

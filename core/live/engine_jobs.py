@@ -262,11 +262,11 @@ def check_lease(lease: float | None) -> None:
         raise InvalidRequest(f"lease: must be more than 0 seconds, got {lease}", param="lease")
 
 
-def check_version(version: str) -> None:
+def check_version(version: str, field: str = "weight_version") -> None:
     """Raise InvalidRequest unless a version is a short text of printable characters."""
     if not 0 < len(version) <= MAX_VERSION_LENGTH or not version.isprintable():
         raise InvalidRequest(
-            f"weight_version: must be 1 to {MAX_VERSION_LENGTH} printable characters, got "
+            f"{field}: must be 1 to {MAX_VERSION_LENGTH} printable characters, got "
             f"{shown(version)}",
-            param="weight_version",
+            param=field,
         )

@@ -123,7 +123,7 @@ class SecondModel:
         if self._read or self._names or self._parts:
             raise LoadError("an update is either read from files, once, or sent as tensors")
         folder = local_path(path)
-        if not is_folder(folder):
+        if not path or not is_folder(folder):
             raise LoadError(f"model_path: {shown(path)} is no folder on the engine's machine")
         config = self._config
         load_format = load_format or ("auto" if config.load_format == "dummy" else "")

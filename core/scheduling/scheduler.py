@@ -17,7 +17,8 @@ from ..live.engine_jobs import FIRST_VERSION
 from ..outputs import EngineStats, FinishReason
 from ..protocols.executors import SchedulePolicy
 from ..request import Request, Update
-from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan, StepResult
+from ..step import NO_TOKEN, NOTHING_IN_PROCESS, InProcess, StepPlan, StepResult
+from ..token_lists import barring_fields
 from .limits import RequestLimits
 from .live_requests import LiveRequests
 from .pacing.plan_timing import StepPace
@@ -32,6 +33,17 @@ from .row_planner import RowPlanner
 
 P = TypeVar("P", bound=SchedulerPart)
 logger = logging.getLogger("jackfield.engine")
+
+
+def _no_token(request: Request) -> tuple[str, str | None]:
+    """Return why the sampler found no token, and the field at fault, if the request's lists are."""
+    fields: list[str] = []
+    if request.grammar is None:  # Of others, masks respect the lists.
+        fields = barring_fields(request.params, request.bad_words_token_ids, request.stop_ids)
+    if not fields:
+        return NO_TOKEN, None
+    param, *others = fields
+    return f"{param}: with {' and '.join(others)}, no token is left that may come next", param
 
 
 def described(error: Exception) -> str:
@@ -330,9 +342,10 @@ class Scheduler:
             if request.epoch != epoch:
                 continue
             if failed and row in failed:
-                updates.append(
-                    self.requests.fail(request, failed[row], result.failed_params.get(row))
-                )
+                reason, param = failed[row], result.failed_params.get(row)
+                if reason == NO_TOKEN:
+                    reason, param = _no_token(request)
+                updates.append(self.requests.fail(request, reason, param))
                 continue
             try:
                 num_tokens = len(new)

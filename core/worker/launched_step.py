@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from ..step import StepPlan, StepResult, TokenLogprobs
+from ..step import NO_TOKEN, StepPlan, StepResult, TokenLogprobs
 from .graphs.written_tokens import TokenPlace
 
 Reports: TypeAlias = dict[str, Callable[[], msgspec.Struct | None]]
@@ -146,7 +146,7 @@ class LaunchedStep:
         if chosen and min(chosen) < 0:
             for row, token in zip(rows, chosen, strict=True):
                 if token < 0 and row not in failed:
-                    failed[row] = "no token can be chosen: NaN logits, or every token is masked"
+                    failed[row] = NO_TOKEN
         num_rows, token_ids = len(self.plan.slots), chosen
         if self.drafted is None and len(rows) == num_rows:
             counts = [1] * num_rows

@@ -13,6 +13,7 @@ import msgspec
 
 from ...core.errors import shown
 from ..http.context import encoder
+from ..http.unreadable_values import unreadable_value
 from .inprocess import RouteResponse
 
 MAX_CUSTOM_ID = 512
@@ -94,6 +95,9 @@ class LineReader:
         try:
             decoded = msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            if (unread := unreadable_value(raw)) is not None:
+                reason = f"{unread.path or 'line'}: {unread.reason}"
+                return wrong("invalid_json_line", reason, unread.path or None)
             return wrong("invalid_json_line", f"is not JSON: {error}")
         if isinstance(decoded, dict) and isinstance(decoded.get("custom_id"), str):
             custom_id = decoded["custom_id"][:MAX_CUSTOM_ID]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..http.body import check_json
 from ..http.context import ENGINE
 from ..http.routing import route
 from .chat.routes import chat_completions
+from .common.decoding import not_json
 from .common.openapi import documented
 from .completions.routes import completions
 from .pooling.embeddings import embeddings
@@ -52,11 +54,13 @@ Fields: type[msgspec.Struct] = msgspec.defstruct(
 async def invocations(request: web.Request) -> web.StreamResponse:
     """POST /invocations: chat, completions, embeddings, classes, scores or ranks, by the fields."""
     check_json(request)
-    body = await request.read()
+    body = (await request.read()).removeprefix(codecs.BOM_UTF8)
     try:
         fields = msgspec.json.decode(body, type=Fields)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not a JSON object: {error}") from None
+    except msgspec.ValidationError:
+        raise InvalidRequest("the body is not a JSON object") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise not_json(body, error) from None
     given = {name for name in Fields.__struct_fields__ if bytes(getattr(fields, name)) != b"null"}
     return await route_of(request.app[ENGINE], given)(request)
 

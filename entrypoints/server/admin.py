@@ -17,12 +17,30 @@ from ..http.routing import add_routes, route
 from ..openai.common.openapi import documented
 from .adapter_routes import add_adapter_routes
 from .live.routes import add_live_routes
+from .live.surface import NoOptions, options_of
 
 
 class CacheInUse(InvalidRequest):
     """Running requests use cached blocks."""
 
     status = 409
+
+
+class ResetOptions(msgspec.Struct):
+    reset_running_requests: bool = False
+    reset_external: bool = False
+    """vLLM's: also what a KV connector has."""
+
+
+class ProfileOptions(msgspec.Struct):
+    """None; other fields have no effect, as benchmarks of vLLM send those of a completion."""
+
+    UNSUPPORTED = dict.fromkeys(
+        ("profile_prefix", "delay_iterations", "max_iterations", "output_dir", "start_step",
+         "num_steps", "activities", "profile_by_stage", "with_stack", "record_shapes",
+         "profile_stages"),
+        "a profile has all from here to POST /stop_profile; where, say --profiler-config.*",
+    )  # fmt: skip
 
 
 def add_admin_routes(app: web.Application) -> None:
@@ -36,15 +54,21 @@ def add_admin_routes(app: web.Application) -> None:
 
 
 @route("POST /reset_prefix_cache")
-@documented("admin", response=dict[str, bool], errors=(409,))
+@documented("admin", request=ResetOptions, response=dict[str, bool], errors=(409,))
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """POST /reset_prefix_cache: forget cached prefixes.
 
-    409 while requests run, unless `?reset_running_requests=true` lets them be computed again.
+    409 while requests run, unless `reset_running_requests=true`, in the query or a JSON body, lets
+    them be computed again.
     """
-    again = request.query.get("reset_running_requests", "").lower() in ("true", "1")
+    options = await options_of(request, ResetOptions)
+    again = options.reset_running_requests
     if again:
         check_manages_engine(request)
+    if options.reset_external and request.app[ENGINE].config.kv_transfer_config is not None:
+        raise InvalidRequest(
+            "reset_external: what a KV connector has is not forgotten here", param="reset_external"
+        )
     if not await request.app[ENGINE].reset_prefix_cache(again):
         raise CacheInUse("the prefix cache is in use by running requests; nothing was forgotten")
     return reply({"success": True})
@@ -57,6 +81,7 @@ async def compact_kv_cache(request: web.Request) -> web.Response:
 
     Those where blocks come back; `requests` is their number. 400 without kv_compression.
     """
+    await options_of(request, NoOptions)
     return reply({"requests": await request.app[ENGINE].compact_kv_cache()})
 
 
@@ -64,6 +89,7 @@ async def compact_kv_cache(request: web.Request) -> web.Response:
 @documented("admin", errors=(400,))
 async def start_profile(request: web.Request) -> web.Response:
     """POST /start_profile: trace the step loop, the worker and the device."""
+    await options_of(request, ProfileOptions, ignores_others=True)
     await request.app[ENGINE].start_profile()
     return web.Response()
 
@@ -72,6 +98,7 @@ async def start_profile(request: web.Request) -> web.Response:
 @documented("admin", response=dict[str, Any], errors=(400,))
 async def stop_profile(request: web.Request) -> web.Response:
     """POST /stop_profile: end a profile, and name the files that it is in."""
+    await options_of(request, ProfileOptions, ignores_others=True)
     return reply({"traces": await request.app[ENGINE].stop_profile()})
 
 

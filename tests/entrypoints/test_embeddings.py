@@ -445,6 +445,7 @@ def test_bad_requests_for_cohere_s_embeddings_name_the_field(prompted: Server) -
         ({"texts": []}, "texts"),
         ({**texts, "truncate": "START"}, "truncate"),
         ({**texts, "max_tokens": 0}, "max_tokens"),
+        ({**texts, "max_tokens": 2**40}, "max_tokens"),
         ({**texts, "max_tokens": 3, "truncate": "NONE"}, "max_tokens"),
         ({"texts": ["the " * 600], "truncate": "NONE"}, "texts"),
         ({**texts, "images": ["data:image/png;base64,xx"]}, "images"),
@@ -492,6 +493,18 @@ def test_an_embedder_scores_by_cosine(embedder: Server) -> None:
     np.testing.assert_allclose(scores, vectors @ vectors[0], atol=1e-5)
     ranked = post(embedder, "/rerank", query="How is the weather?", documents=TEXTS)
     assert ranked["results"][0]["index"] == 1
+
+
+def test_of_two_texts_the_one_at_fault_is_named(embedder: Server) -> None:
+    long = "x " * 5000
+    for path, body, field in (
+        ("/score", {"text_1": long, "text_2": "b"}, "text_1"),
+        ("/score", {"text_1": ["a", long], "text_2": ["b", "c"]}, "text_1"),
+        ("/score", {"queries": "a", "documents": ["b", long]}, "documents"),
+        ("/rerank", {"query": long, "documents": ["b"]}, "query"),
+        ("/rerank", {"query": "a", "documents": ["b", long]}, "documents"),
+    ):
+        assert refused(embedder, path, **body)["param"] == field
 
 
 def test_documents_of_parts_need_a_chat_template(embedder: Server) -> None:

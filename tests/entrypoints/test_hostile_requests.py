@@ -95,14 +95,96 @@ def test_a_refusal_repeats_no_long_name(server: Server, path: str, body: dict[st
     assert len(json.dumps(refused(server, path, body))) < 3000
 
 
-def test_a_number_of_five_thousand_digits_is_not_called_bad_json(server: Server) -> None:
-    response = httpx.post(
-        server.url + "/v1/completions",
-        content=b'{"seed":' + b"9" * 5000 + b"}",
-        headers=JSON,
-    )
-    assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith("the body cannot be read: Integer value")
+NINES = "9" * 5000
+ROUTES = [
+    "/v1/completions", CHAT_ROUTE, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/embeddings", "/pooling", "/classify", "/rerank", "/score", "/v2/embed", "/tokenize",
+    "/detokenize",
+]  # fmt: skip
+
+
+def message_of(response: httpx.Response) -> str:
+    error = response.json()["error"]
+    message: str = error if isinstance(error, str) else error["message"]
+    return message
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_number_that_cannot_be_read_is_refused_with_its_field(server: Server, path: str) -> None:
+    for text, field, words in (
+        ('{"max_tokens": 1e400}', "max_tokens", "1e400 is out of range"),
+        ('{"a": 1, "temperature": -1e999}', "temperature", "-1e999 is out of range"),
+        ('{"seed": ' + NINES + "}", "seed", NINES[:200] + "… is out of range"),
+        ('{"logit_bias": {"5": 1e999}}', "logit_bias.5", "1e999 is out of range"),
+        ('{"messages": [{}, {"x": [1, NaN]}]}', "messages[1].x[1]", "NaN is not a number in JSON"),
+        ('{"top_p": -Infinity}', "top_p", "-Infinity is not a number in JSON"),
+    ):
+        response = httpx.post(server.url + path, content=text, headers=JSON)
+        assert response.status_code == 400
+        assert message_of(response) == f"{field}: {words}"
+        error = response.json()["error"]
+        assert not isinstance(error, dict) or error.get("param", field) == field
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/invocations", '{"prompt": "x", "n": %s}', "n"),
+        ("/api/chat", '{"messages": [], "options": {"seed": %s}}', "options.seed"),
+        ("/api/generate", '{"prompt": "x", "options": {"num_predict": %s}}', "options.num_predict"),
+        ("/api/embed", '{"input": [%s]}', "input[0]"),
+    ],
+)
+def test_other_routes_name_the_field_of_such_a_number(
+    server: Server, path: str, body: str, field: str
+) -> None:
+    for number in ("1e999", "NaN"):
+        response = httpx.post(server.url + path, content=body % number, headers=JSON)
+        assert response.status_code == 400
+        assert message_of(response).startswith(f"{field}: {number} is ")
+
+
+def test_other_values_that_cannot_be_read_are_reported(server: Server) -> None:
+    for body, words in (
+        (b'{"n": 1e999,}', "the body is not JSON: "),
+        (b'{"\xff": 1e999}', "the body is not JSON: "),
+        (b"[" * 100_000 + b"1e999", "the body is not JSON: "),
+        (b'{"n": 1e999, "n": 1}', "n: 1e999 is out of range"),
+        (b'{"\\ud800": 1e999}', "?: the name has half of a surrogate pair"),
+        (b'{"prompt": ["a", "b\\ud83d"]}', "prompt[1]: has half of a surrogate pair"),
+        (b'{"prompt": "a\\ude00", "n": NaN}', "prompt: has half of a surrogate pair"),
+        (b"1e999", "body: 1e999 is out of range"),
+    ):
+        response = httpx.post(server.url + "/v1/completions", content=body, headers=JSON)
+        assert response.status_code == 400
+        assert message_of(response).startswith(words)
+
+
+def test_deep_and_long_names_do_not_make_a_long_message(server: Server) -> None:
+    name = "n" * 2000
+    body = f'{{"{name}": ' * 200 + "1e999" + "}" * 200
+    response = httpx.post(server.url + "/v1/completions", content=body, headers=JSON)
+    assert response.status_code == 400 and len(response.text) < 1000
+    assert message_of(response).endswith("…: 1e999 is out of range")
+
+
+def test_lists_that_leave_no_token_are_the_client_s_fault(server: Server) -> None:
+    """At the first token, or later, where longer bad words say so."""
+    url = server.url + "/v1/completions"
+    text = {"prompt": "qq", "add_special_tokens": False}
+    twice = httpx.post(server.url + "/tokenize", json=text).json()["tokens"]
+    assert len(twice) == 2 and twice[0] == twice[1]
+    body = {"prompt": "x", "allowed_token_ids": twice[:1], "bad_words": ["qq"], "max_tokens": 4}
+    error = refused(server, "/v1/completions", body)
+    assert error["param"] == "allowed_token_ids" and "bad_words" in error["message"]
+    lines = [line for line in httpx.post(url, json={**body, "stream": True}).text.split("\n\n")]
+    assert '"text":"q"' in lines[0] and '"param":"allowed_token_ids"' in lines[1]
+    error = refused(server, "/v1/completions", {**body, "bad_words": ["q"]})
+    assert error["param"] == "allowed_token_ids" and "bad_words" in error["message"]
+    vocabulary = server.engine.model_config.vocab_size
+    assert vocabulary <= 1024, "as many stop_token_ids as a request may have"
+    every = {"prompt": "x", "min_tokens": 1, "stop_token_ids": list(range(vocabulary))}
+    assert refused(server, "/v1/completions", every)["param"] == "min_tokens"
 
 
 def test_a_body_that_is_not_packed_as_it_says_is_the_client_s_fault(

@@ -484,9 +484,10 @@ def test_state_is_changed_by_posts_of_those_who_may(
     options = ServerOptions(enable_admin=True, api_key_files=(keys,), api_keys=("plain",))
     with running(engine_config(folders[0], device="cpu"), options) as guarded:
 
-        def status(method: str, path: str, key: str) -> int:
+        def status(method: str, path: str, key: str, body: Any = None) -> int:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
-            return httpx.request(method, guarded.url + path, headers=headers).status_code
+            response = httpx.request(method, guarded.url + path, headers=headers, json=body)
+            return response.status_code
 
         for method, path in (*(("POST", path) for path in POSTS), *(("GET", p) for p in GETS)):
             assert status(method, path, "") == 401, path
@@ -494,7 +495,97 @@ def test_state_is_changed_by_posts_of_those_who_may(
         for key in ("bob", "plain"):
             assert status("GET", "/is_paused", key) == 200
             assert status("POST", "/pause", key) == status("POST", "/resume", key) == 200
+        again = {"reset_running_requests": True}
+        assert status("POST", "/reset_prefix_cache", "ann", again) == 403
+        assert status("POST", "/reset_prefix_cache", "ann") == 200
+        assert status("POST", "/reset_prefix_cache", "bob", again) == 200
 
 
 def key_line(name: str, **rights: Any) -> str:
     return json.dumps({"name": name, "digest": PREFIX + digest_of(name).hex(), **rights})
+
+
+# ---------------------------------------------------------------- options in the body
+
+
+def test_options_are_taken_from_the_query_or_the_body(server: Server) -> None:
+    for more in (
+        {"json": {"mode": "keep", "clear_cache": False, "lease": 90}},
+        {"params": {"mode": "keep", "clear_cache": "false", "lease": "90"}},
+        {"params": {"mode": "keep"}, "json": {"lease": 90}},
+    ):
+        answer = httpx.post(server.url + "/pause", timeout=60, **more).json()
+        assert answer["mode"] == "keep" and answer["lease"] <= 90.0  # What is left of it.
+    assert post(server, "/pause", {"lease": "none"})["lease"] is None
+    assert post(server, "/pause_generation", {"lease": "none"})["lease"] is None
+    post(server, "/resume", {})
+    answer = post(server, "/sleep", {"level": 2.0, "mode": "wait", "tags": ["kv_cache"]})
+    assert answer["level"] == 2 and answer["asleep"] == ["kv_cache"] and answer["mode"] == "wait"
+    assert post(server, "/wake_up", {"tags": ["kv_cache"]})["tags"] == ["kv_cache"]
+    post(server, "/continue_generation", {"torch_empty_cache": True})
+    post(server, "/start_weight_update", {"lease": 90, "is_checkpoint_format": True})
+    post(server, "/abort_weight_update", {})
+    post(server, "/begin_weight_update", {"selector": "target"})
+    post(server, "/abort_weight_update", {})
+    assert post(server, "/reset_prefix_cache", {"reset_running_requests": True})["success"]
+    assert not get(server, "/is_paused")["is_paused"]
+
+
+WITH_OPTIONS = (
+    "/pause", "/resume", "/sleep", "/wake_up", "/continue_generation", "/flush_cache",
+    "/start_weight_update", "/begin_weight_update", "/abort_weight_update",
+    "/shutdown_weight_transfer_engine", "/reset_prefix_cache", "/compact_kv_cache",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", WITH_OPTIONS)
+def test_a_body_is_never_ignored(server: Server, path: str) -> None:
+    refused = httpx.post(server.url + path, json={"modes": "keep"})
+    assert refused.status_code == 400 and "modes: is no option of this route" in refused.text
+    refused = httpx.post(server.url + path, content=b"mode=keep")
+    assert refused.status_code in (400, 415) and "Content-Type" in refused.text
+    refused = httpx.post(server.url + path, json=["keep"])
+    assert refused.status_code == 400 and "must be a JSON object" in refused.text
+    assert not get(server, "/is_paused")["is_paused"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/pause", {"mode": "now"}, "mode"),
+        ("/pause", {"mode": 1}, "mode"),
+        ("/pause", {"clear_cache": "no"}, "clear_cache"),
+        ("/pause", {"lease": "soon"}, "lease"),
+        ("/pause", {"lease": -1}, "lease"),
+        ("/pause?mode=keep", {"mode": "keep"}, "mode"),
+        ("/pause?lease=nan", None, "lease"),
+        ("/pause?lease=1e999", None, "lease"),
+        ("/pause_generation", {"lease": "soon"}, "lease"),
+        ("/sleep", {"level": 3}, "level"),
+        ("/sleep", {"level": True}, "level"),
+        ("/sleep", {"tags": "weights"}, "tags"),
+        ("/sleep", {"tags": ["all"]}, "tags"),
+        ("/wake_up", {"tags": []}, "tags"),
+        ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format"),
+        ("/begin_weight_update", {"selector": "draft"}, "selector"),
+        ("/reset_prefix_cache", {"reset_running_requests": "yes"}, "reset_running_requests"),
+        ("/reset_prefix_cache?reset_running_requests=yes", None, "reset_running_requests"),
+        ("/start_profile", {"num_steps": 5}, "num_steps"),
+        ("/collective_rpc", {"method": "x", "timeout": 0}, "timeout"),
+        ("/collective_rpc", {"method": "x", "timeout": -1.5}, "timeout"),
+        ("/update_weight_version", {"new_version": ""}, "new_version"),
+        ("/update_weights_from_disk", {"model_path": ""}, "model_path"),
+        (
+            "/update_weights_from_disk", {"model_path": "/nowhere", "weight_version": "\n"},
+            "weight_version",
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_is_refused_by_name(
+    server: Server, path: str, body: dict[str, Any] | None, field: str
+) -> None:
+    refused = httpx.post(server.url + path, json=body, timeout=60)
+    assert refused.status_code == 400
+    answer = refused.json()  # SGLang's have no `param`.
+    assert answer["error"]["param"] == field if "error" in answer else field in answer["message"]
+    assert not get(server, "/is_paused")["is_paused"]

@@ -186,6 +186,7 @@ def test_each_bad_line_is_an_error_with_its_number_and_stops_no_other(
         json.dumps({**chat("", "x")}),
         "[1, 2]",
         request("vectors", "/v1/embeddings", input="x"),
+        '{"custom_id": "huge", "body": {"n": 1e999}}',
         chat("last", "Hello"),
     ]
     output_path = tmp_path / "out.jsonl"
@@ -194,7 +195,7 @@ def test_each_bad_line_is_an_error_with_its_number_and_stops_no_other(
         checkpoint, input_path, output_path, "--max-body-bytes", "4000", "--disable-tqdm"
     )
     assert completed.returncode == 0 and completed.stderr == ""
-    assert "12 failed now" in completed.stdout
+    assert "13 failed now" in completed.stdout
     rows = [
         (line["custom_id"], line["error"] and (line["error"]["code"], line["error"].get("line")))
         for line in read(output_path)
@@ -213,16 +214,20 @@ def test_each_bad_line_is_an_error_with_its_number_and_stops_no_other(
         ("", ("invalid_custom_id", 12)),
         (None, ("invalid_request_line", 13)),
         ("vectors", ("400", None)),
+        (None, ("invalid_json_line", 15)),
         ("last", None),
     ]
     hot = read(output_path)[6]
     assert hot["response"]["status_code"] == 400
     assert hot["response"]["body"]["error"]["param"] == hot["error"]["param"] == "temperature"
     assert read(output_path)[2]["error"]["message"].startswith("line 4: ")
+    huge = read(output_path)[-2]["error"]
+    assert huge["message"] == "line 15: body.n: 1e999 is out of range"
+    assert huge["param"] == "body.n"
     again = run_here(
         checkpoint, input_path, output_path, "--max-body-bytes", "4000", "--disable-tqdm"
     )
-    assert "14 results" in again.stdout and "14 of them found there already" in again.stdout
+    assert "15 results" in again.stdout and "15 of them found there already" in again.stdout
 
 
 @pytest.mark.slow

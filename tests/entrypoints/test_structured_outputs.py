@@ -626,6 +626,72 @@ async def test_a_dead_end_inside_an_output_is_the_requests_fault(
                 assert '"type":"invalid_request_error"' in text, text
 
 
+async def token_ids(session: aiohttp.ClientSession, server: Server, text: str) -> list[int]:
+    body = {"model": MODEL, "prompt": text, "add_special_tokens": False}
+    async with session.post(f"{server.url}/tokenize", json=body) as response:
+        tokens: list[int] = (await response.json())["tokens"]
+        return tokens
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+async def test_lists_of_tokens_and_a_grammar_that_leave_nothing_are_the_requests_fault(
+    server: Server, temperature: float
+) -> None:
+    """Its status is 400, its fields are named, and a request beside it has what it has alone."""
+    choice = {"structured_outputs": {"choice": ["yes", "no"]}}
+    form = {"response_format": {"type": "json_object"}}
+    tools = {"tools": [WEATHER], "tool_choice": "required"}
+    async with aiohttp.ClientSession() as session:
+        [x] = await token_ids(session, server, "x")
+        lists = {"allowed_token_ids": [x], "temperature": temperature}
+
+        async def status(route: str, **fields: Any) -> tuple[int, str]:
+            own = {"prompt": "a"} if route == "completions" else {"messages": MESSAGES}
+            body = {"model": MODEL, "max_tokens": 30, **own, **fields}
+            async with session.post(f"{server.url}/v1/{route}", json=body) as response:
+                return response.status, await response.text()
+
+        good = {**choice, "temperature": 0}
+        alone = await status("completions", **good)
+        beside, *refused = await asyncio.gather(
+            status("completions", **good),
+            status("completions", **choice, **lists),
+            status("completions", **choice, **lists, stream=True),
+            status("completions", **choice, **lists, n=2, logprobs=2),
+            status("chat/completions", **form, **lists),
+            status("chat/completions", **tools, **lists),
+        )
+        names = ["structured_outputs.choice"] * 3 + ["response_format", "tools"]
+        for (code, text), name in zip(refused, names, strict=True):
+            error = json.loads(text)["error"]
+            assert code == 400 and error["param"] == "allowed_token_ids"
+            assert f"with {name}, no token is left" in error["message"]
+        texts = [json.loads(text)["choices"][0]["text"] for _, text in (alone, beside)]
+        assert alone[0] == 200 and texts[0] == texts[1] in ("yes", "no")
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+async def test_an_output_ends_where_the_lists_leave_the_grammar_nothing_else(
+    server: Server, temperature: float
+) -> None:
+    """Though no end token is among the allowed ones."""
+    async with aiohttp.ClientSession() as session:
+        allowed = await token_ids(session, server, "yesno") + [
+            token for letter in "yesno" for token in await token_ids(session, server, letter)
+        ]
+        for params, texts in (
+            ({"choice": ["yes", "no"]}, ("yes", "no")),
+            ({"regex": "y{2}[a-d]?"}, ("yy",)),
+        ):
+            body = {
+                "model": MODEL, "prompt": "a", "max_tokens": 20, "temperature": temperature,
+                "structured_outputs": params, "allowed_token_ids": allowed,
+            }  # fmt: skip
+            async with session.post(f"{server.url}/v1/completions", json=body) as response:
+                [choice] = (await response.json())["choices"]
+            assert choice["text"] in texts and choice["finish_reason"] == "stop"
+
+
 SINGLE = {"type": "integer", "minimum": 0, "maximum": 9}
 NAMED_BY_PATTERN = {
     "type": "object",

@@ -19,20 +19,23 @@ class SlotLists:
         self._start = start
         self._vocab_size = vocab_size
         params = start.params
+        # A grammar's masks respect these lists; they alone know when nothing but an end is left.
+        ends = () if start.grammar is None else tuple(start.grammar.eos_token_ids)
         self.allowed: np.ndarray | None = None
         """[any] int64, ascending; None: all"""
         if params.allowed_token_ids is not None:
-            self.allowed = np.unique(within(params.allowed_token_ids, vocab_size))
+            allowed = (*params.allowed_token_ids, *ends)
+            self.allowed = np.unique(within(allowed, vocab_size))
         self.bias = {
             token: value
             for token, value in (params.logit_bias or {}).items()
             if 0 <= token < vocab_size
         }
-        # The grammar itself bars end tokens: only it knows when nothing else is possible.
         early = params.min_tokens > 0 and start.grammar is None
         self.stops = within(start.stop_token_ids if early else (), vocab_size)
         """[any] int64: barred before min_tokens"""
-        self.words = [w for w in start.bad_words_token_ids if w and 0 <= w[-1] < vocab_size]
+        words = start.bad_words_token_ids
+        self.words = [w for w in words if w and 0 <= w[-1] < vocab_size and w[-1] not in ends]
 
     @property
     def bars(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ....core.errors import InvalidRequest, shortened
+from ...http.unreadable_values import unreadable_value
 from ...http.whole_numbers import integers_of, with_integers
 
 logger = logging.getLogger("jackfield.server")
@@ -68,15 +69,22 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 def parse(body: bytes) -> dict[str, Any]:
     """Decode a JSON object, skipping a byte order mark. Raises InvalidRequest."""
+    body = body.removeprefix(codecs.BOM_UTF8)
     try:
-        raw = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
-    except msgspec.ValidationError as error:  # A number out of range of any type.
-        raise InvalidRequest(f"the body cannot be read: {error}") from None
+        raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from None
+        raise not_json(body, error) from None
     if not isinstance(raw, dict):
         raise InvalidRequest("the body must be a JSON object")
     return raw
+
+
+def not_json(body: bytes, error: Exception) -> InvalidRequest:
+    """Return the error of a body that cannot be decoded, with the field of a value that cannot."""
+    value = unreadable_value(body)
+    if value is None:
+        return InvalidRequest(f"the body is not JSON: {error}")
+    return InvalidRequest(f"{value.path or 'body'}: {value.reason}", param=value.path or None)
 
 
 def convert(raw: dict[str, Any], kind: type[T]) -> T:

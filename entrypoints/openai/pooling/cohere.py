@@ -68,9 +68,11 @@ class CohereEmbedRequest(PoolingFields, kw_only=True):
                 'truncate: texts are cut off at their end ("END") or refused ("NONE")',
                 param="truncate",
             )
-        if self.max_tokens is not None and (self.max_tokens < 1 or self.truncate == "NONE"):
+        most = self.max_tokens
+        if most is not None and (not 1 <= most < 1 << 31 or self.truncate == "NONE"):
             raise InvalidRequest(
-                'max_tokens: must be at least 1, and has no meaning with truncate "NONE"',
+                "max_tokens: must be between 1 and 2147483647, and has no meaning with truncate "
+                '"NONE"',
                 param="max_tokens",
             )
         cut = None if self.truncate == "NONE" else (self.max_tokens or -1)

@@ -18,7 +18,7 @@ from ...http.context import ENGINE, new_id, reply
 from ...http.large_responses import in_pieces, off_loop
 from ...http.model_names import model_name
 from ...http.routing import route
-from ...scoring import encode_all
+from ...scoring import encode_all, with_field
 from ..common.openapi import documented
 from ..common.request_body import Call, call_of, decode_body
 from ..common.response_schemas import ClassifyResponse, PoolingResponse
@@ -121,10 +121,7 @@ async def naming(work: Awaitable[T], field: str) -> T:
     try:
         return await work
     except InvalidRequest as error:
-        param = error.param or ""
-        if param.partition("[")[0] not in {"prompt", "messages"} - {field}:
-            raise
-        raise type(error)(error.message.replace(f"{param}:", f"{field}:", 1), param=field) from None
+        raise with_field(error, field) from None
 
 
 async def encoded_numbers(

@@ -38,6 +38,7 @@ async def score_response(call: Call, params: ScoreRequest) -> dict[str, Any]:
         pairs,
         params.params(),
         template_kwargs=params.template_kwargs(),
+        fields=params.names(),
         **params.options(engine, name),
     )
     outputs = await naming(work, params.names()[1])
@@ -69,6 +70,7 @@ async def rerank_response(call: Call, params: RerankRequest) -> dict[str, Any]:
         pairs,
         params.params(),
         template_kwargs=params.template_kwargs(),
+        fields=("query", "documents"),
         **params.options(engine, name),
     )
     outputs = await naming(work, "documents")

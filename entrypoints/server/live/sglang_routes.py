@@ -27,18 +27,39 @@ from ....core.live.engine_jobs import (
     Resume,
     Sleep,
     WakeUp,
+    check_version,
 )
 from ....core.live.torch_pickles import read_sglang_tensors
 from ...http.context import reply
 from ...http.routing import route
 from ...openai.common.openapi import documented
 from ...openai.common.request_body import decode_body, decode_optional_body
-from .surface import LiveState, ask, lease_of, parts_of, state
+from .surface import (
+    Lease,
+    LeaseOption,
+    LiveState,
+    NoOptions,
+    ask,
+    options_of,
+    parts_of,
+    seconds_of,
+    state,
+)
 
 
 class PauseAsSglang(msgspec.Struct):
     mode: Literal["abort", "retract", "in_place"] = "abort"
-    lease: float | None = LEASE_SECONDS
+    lease: Lease = LEASE_SECONDS
+
+
+class ContinueOptions(msgspec.Struct):
+    torch_empty_cache: bool = True
+    """SGLang's; what it frees there, nothing keeps here."""
+
+
+class BeginOptions(LeaseOption):
+    selector: Literal["target", "all"] = "target"
+    """SGLang's."""
 
 
 class FromDisk(msgspec.Struct):
@@ -132,15 +153,16 @@ async def pause_generation(request: web.Request) -> web.Response:
     job = Pause(
         mode="abort" if body.mode == "abort" else "keep",
         clear_cache=body.mode != "in_place",
-        lease=body.lease,
+        lease=seconds_of(body.lease, LEASE_SECONDS),
     )
     return state("ok", await ask(request, job))
 
 
 @route("POST /continue_generation", manages_engine=True)
-@documented("admin", response=LiveState)
+@documented("admin", request=ContinueOptions, response=LiveState)
 async def continue_generation(request: web.Request) -> web.Response:
     """End a pause; harmless without one."""
+    await options_of(request, ContinueOptions)
     return state("ok", await ask(request, Resume()))
 
 
@@ -167,17 +189,19 @@ async def _memory_tags(request: web.Request) -> tuple[str, ...]:
 @documented("admin", response=str, content_type="text/plain", errors=(400,))
 async def flush_cache(request: web.Request) -> web.Response:
     """Forget cached prefixes, unless requests run."""
+    await options_of(request, NoOptions)
     if (await ask(request, ResetPrefixCache()))["success"]:
         return web.Response(text="Cache flushed.\n")
     return web.Response(text="Flush cache failed: requests are running.\n", status=400)
 
 
 @route("POST /begin_weight_update", manages_engine=True)
-@documented("admin", response=SglangReply)
+@documented("admin", request=BeginOptions, response=SglangReply)
 @_sglang_reply
 async def begin_weight_update(request: web.Request) -> str:
     """Begin to take new weights, with SGLang's answer."""
-    await ask(request, BeginUpdate(lease=lease_of(request.query)))
+    options = await options_of(request, BeginOptions)
+    await ask(request, BeginUpdate(lease=seconds_of(options.lease, LEASE_SECONDS)))
     return "The update has begun."
 
 
@@ -196,6 +220,8 @@ async def end_weight_update(request: web.Request) -> str:
 async def update_weights_from_disk(request: web.Request) -> str:
     """Serve with the weights of a checkpoint on the server's machine, once they are read."""
     body = await decode_body(request, FromDisk)
+    if body.weight_version is not None:
+        check_version(body.weight_version)  # Before the weights are read.
     update = (await ask(request, BeginUpdate()))["update"]
     load_format = body.load_format or ""
     await ask(request, ReadFiles(update=update, path=body.model_path, load_format=load_format))

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from ....core.errors import InvalidRequest, shown
-from ....core.live.engine_jobs import LEASE_SECONDS, TAGS, AskLive, LiveJob, PutTensors
+from ....core.errors import BodyTooLarge, InvalidRequest, listed, shortened, shown
+from ....core.live.engine_jobs import AskLive, LiveJob, PutTensors
 from ....core.live.worker_jobs import TensorPart
 from ...http.auth.tenants import tenant_of
+from ...http.body import check_json
 from ...http.context import ENGINE, reply
+from ...openai.common.decoding import convert, parse
+from ...openai.common.request_body import INLINE_BYTES
 
+Lease: TypeAlias = float | Literal["none"]
+"""Seconds; none: without end."""
+T = TypeVar("T")
 logger = logging.getLogger("jackfield.server")
 
 
@@ -60,26 +67,95 @@ def parts_of(
     )
 
 
-def flag_of(query: Any, name: str, *, default: bool) -> bool:
-    text = query.get(name)
-    if text is None:
+class NoOptions(msgspec.Struct):
+    """Of routes that have none."""
+
+
+class LeaseOption(msgspec.Struct):
+    lease: Lease | None = None
+    """None: the engine's default."""
+
+
+async def options_of(request: web.Request, kind: type[T], *, ignores_others: bool = False) -> T:
+    """Return a route's options, each from the query, as vLLM has it, or from a JSON body.
+
+    ignores_others: a body may have other fields, of no effect.
+
+    Raises InvalidRequest with the field's name, UnsupportedMediaType, BodyTooLarge.
+    """
+    names: tuple[str, ...] = kind.__struct_fields__  # type: ignore[attr-defined]
+    query = request.query
+    fields = {
+        name: _READERS[name](query, name) if name in _READERS else query[name]
+        for name in names
+        if name in query
+    }
+    body = await request.read() if request.can_read_body else b""
+    if body:
+        check_json(request)
+        if len(body) > INLINE_BYTES:
+            raise BodyTooLarge(f"the body must have at most {INLINE_BYTES} bytes here")
+        for name, value in parse(body).items():
+            if name in fields:
+                raise InvalidRequest(
+                    f"{name}: is in the query and in the body; send one of them", param=name
+                )
+            if not (name in names or ignores_others or value is None):
+                field = shortened(name)
+                raise InvalidRequest(
+                    f"{field}: is no option of this route, which has {listed(names) or 'none'}",
+                    param=field,
+                )
+            fields[name] = value
+    return convert(fields, kind)
+
+
+def seconds_of(lease: Lease | None, default: float) -> float | None:
+    """Return a lease in seconds; None: without end."""
+    if lease is None:
         return default
+    return None if lease == "none" else float(lease)
+
+
+def _flag(query: Any, name: str) -> bool:
+    text = query[name]
     if text.lower() not in ("true", "false", "1", "0"):
         raise InvalidRequest(f"{name}: must be true or false, got {shown(text)}", param=name)
     return text.lower() in ("true", "1")
 
 
-def tags_of(query: Any) -> tuple[str, ...]:
-    return tuple(query.getall("tags", TAGS))
-
-
-def lease_of(query: Any) -> float | None:
-    text = query.get("lease")
-    if text is None or text == "none":
-        return LEASE_SECONDS if text is None else None
+def _lease(query: Any, name: str) -> Lease:
+    text = query[name]
+    if text == "none":
+        return "none"
     try:
         return float(text)
     except ValueError:
         raise InvalidRequest(
-            f"lease: must be a number of seconds or none, got {shown(text)}", param="lease"
+            f"{name}: must be a number of seconds or none, got {shown(text)}", param=name
         ) from None
+
+
+def _level(query: Any, name: str) -> int:
+    text = query[name]
+    if text not in ("1", "2"):
+        raise InvalidRequest(f"{name}: must be 1 or 2, got {shown(text)}", param=name)
+    return int(text)
+
+
+def _texts(query: Any, name: str) -> list[str]:
+    texts: list[str] = query.getall(name)
+    return texts
+
+
+_READERS: dict[str, Callable[[Any, str], Any]] = {
+    "clear_cache": _flag,
+    "is_checkpoint_format": _flag,
+    "lease": _lease,
+    "level": _level,
+    "reset_external": _flag,
+    "reset_running_requests": _flag,
+    "tags": _texts,
+    "torch_empty_cache": _flag,
+}
+"""Name of an option → what reads it from a query; others are texts."""

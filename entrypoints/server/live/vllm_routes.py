@@ -11,6 +11,8 @@ from aiohttp import web
 
 from ....core.errors import InvalidRequest, RequestFailed, shown
 from ....core.live.engine_jobs import (
+    LEASE_SECONDS,
+    TAGS,
     AskLive,
     BeginUpdate,
     CommitUpdate,
@@ -27,6 +29,7 @@ from ....core.live.engine_jobs import (
     Sleep,
     WakeUp,
     check_mode,
+    check_version,
 )
 from ....core.live.safetensors_bytes import read_header
 from ....core.live.torch_pickles import read_vllm_handles
@@ -34,12 +37,46 @@ from ...http.context import ENGINE, reply
 from ...http.routing import route
 from ...openai.common.openapi import documented
 from ...openai.common.request_body import decode_body, decode_optional_body
-from .surface import LiveState, ask, flag_of, lease_of, parts_of, state, tags_of
+from .surface import (
+    LeaseOption,
+    LiveState,
+    NoOptions,
+    ask,
+    options_of,
+    parts_of,
+    seconds_of,
+    state,
+)
 
 PACKED_BYTES = 1 << 30
 """Bytes of a buffer of tensors that are sent together, as in vLLM."""
 UNIQUE_ID_BYTES = 128
 """Bytes of NCCL's id of a group."""
+
+
+class PauseOptions(LeaseOption):
+    mode: str = "abort"
+    """abort, wait or keep."""
+    clear_cache: bool = True
+
+
+class SleepOptions(msgspec.Struct):
+    level: int = 1
+    """1 or 2."""
+    mode: str = "abort"
+    """As of a pause."""
+    tags: tuple[str, ...] = TAGS
+    """weights, kv_cache."""
+
+
+class WakeOptions(msgspec.Struct):
+    tags: tuple[str, ...] = TAGS
+    """weights, kv_cache."""
+
+
+class UpdateOptions(LeaseOption):
+    is_checkpoint_format: bool = True
+    """vLLM's; always so."""
 
 
 class TransferInfo(msgspec.Struct):
@@ -148,19 +185,19 @@ class WorkerCall(msgspec.Struct):
 
 
 @route("POST /pause", manages_engine=True)
-@documented("admin", response=LiveState, errors=(400, 409))
+@documented("admin", request=PauseOptions, response=LiveState, errors=(400, 409))
 async def pause(request: web.Request) -> web.Response:
     """POST /pause: pause the engine, and answer once it is idle.
 
-    `?mode=abort` ends requests with what they have, `wait` lets them run to their end, `keep` lets
-    them go on afterwards; `clear_cache=false` with their caches. `lease`: seconds after which the
-    pause ends by itself; `none`: never.
+    Options are in the query or a JSON body. `mode=abort` ends requests with what they have,
+    `wait` lets them run to their end, `keep` lets them go on afterwards; `clear_cache=false` with
+    their caches. `lease`: seconds after which the pause ends by itself; `none`: never.
     """
-    query = request.query
+    options = await options_of(request, PauseOptions)
     job = Pause(
-        mode=check_mode(query.get("mode", "abort")),
-        clear_cache=flag_of(query, "clear_cache", default=True),
-        lease=lease_of(query),
+        mode=check_mode(options.mode),
+        clear_cache=options.clear_cache,
+        lease=seconds_of(options.lease, LEASE_SECONDS),
     )
     return state("paused", await ask(request, job))
 
@@ -169,6 +206,7 @@ async def pause(request: web.Request) -> web.Response:
 @documented("admin", response=LiveState)
 async def resume(request: web.Request) -> web.Response:
     """End a pause; harmless without one."""
+    await options_of(request, NoOptions)
     return state("resumed", await ask(request, Resume()))
 
 
@@ -207,18 +245,25 @@ async def init_weight_transfer_engine(request: web.Request) -> web.Response:
 @documented("admin", response=dict[str, str], errors=(400,))
 async def shutdown_weight_transfer_engine(request: web.Request) -> web.Response:
     """Leave the group of a process that sends weights."""
+    await options_of(request, NoOptions)
     await ask(request, LeaveGroup())
     return reply({"message": "Weight transfer shut down"})
 
 
 @route("POST /start_weight_update", manages_engine=True)
-@documented("admin", response=dict[str, str], errors=(400, 409))
+@documented("admin", request=UpdateOptions, response=dict[str, str], errors=(400, 409))
 async def start_weight_update(request: web.Request) -> web.Response:
     """Begin to take new weights, while the present ones serve.
 
     `lease`: seconds without a call about it after which it is given up; `none`: never.
     """
-    answer = await ask(request, BeginUpdate(lease=lease_of(request.query)))
+    options = await options_of(request, UpdateOptions)
+    if not options.is_checkpoint_format:
+        raise InvalidRequest(
+            "is_checkpoint_format: weights are taken as they are in checkpoints",
+            param="is_checkpoint_format",
+        )
+    answer = await ask(request, BeginUpdate(lease=seconds_of(options.lease, LEASE_SECONDS)))
     return reply({"message": "Weight update started", **answer})
 
 
@@ -254,6 +299,7 @@ async def finish_weight_update(request: web.Request) -> web.Response:
 @documented("admin", response=dict[str, str], errors=(400, 404))
 async def abort_weight_update(request: web.Request) -> web.Response:
     """Give an update up: the old weights serve on."""
+    await options_of(request, NoOptions)
     await ask(request, RollBack())
     return reply({"message": "Weight update given up"})
 
@@ -263,37 +309,38 @@ async def abort_weight_update(request: web.Request) -> web.Response:
 async def update_weight_version(request: web.Request) -> web.Response:
     """Give the weights that serve another name."""
     version = (await decode_body(request, NewVersion)).new_version
+    check_version(version, "new_version")
     await ask(request, NameWeights(version=version))
     return reply({"success": True, "new_version": version})
 
 
 @route("POST /sleep", manages_engine=True)
-@documented("admin", response=dict[str, Any], errors=(400, 409))
+@documented("admin", request=SleepOptions, response=dict[str, Any], errors=(400, 409))
 async def sleep(request: web.Request) -> web.Response:
     """POST /sleep: pause the engine, and give the memory of weights and caches back.
 
-    `?level=1` keeps the weights' numbers in host memory, `2` drops them; `mode` as of `/pause`;
-    `tags=weights`, `tags=kv_cache`: of these alone.
+    Options are in the query or a JSON body. `level=1` keeps the weights' numbers in host memory,
+    `2` drops them; `mode` as of `/pause`; `tags=weights`, `tags=kv_cache`: of these alone.
     """
-    query = request.query
-    level = query.get("level", "1")
-    if level not in ("1", "2"):
+    options = await options_of(request, SleepOptions)
+    level = options.level
+    if level not in (1, 2):
         raise InvalidRequest(f"level: must be 1 or 2, got {shown(level)}", param="level")
-    mode = check_mode(query.get("mode", "abort"))
-    answer = await ask(request, Sleep(level=int(level), mode=mode, tags=tags_of(query)))
-    return reply({"status": "sleeping", "level": int(level), **answer})
+    job = Sleep(level=level, mode=check_mode(options.mode), tags=options.tags)
+    return reply({"status": "sleeping", "level": level, **await ask(request, job)})
 
 
 @route("POST /wake_up", manages_engine=True)
-@documented("admin", response=dict[str, Any], errors=(400, 409))
+@documented("admin", request=WakeOptions, response=dict[str, Any], errors=(400, 409))
 async def wake_up(request: web.Request) -> web.Response:
     """POST /wake_up: take the memory again; once all is there, requests run.
 
-    `?tags=weights&tags=kv_cache`: of these alone.
+    `?tags=weights&tags=kv_cache`, or a list in a JSON body: of these alone.
     """
-    answer = await ask(request, WakeUp(tags=tags_of(request.query)))
+    tags = (await options_of(request, WakeOptions)).tags
+    answer = await ask(request, WakeUp(tags=tags))
     status = "sleeping" if answer["is_sleeping"] else "awake"
-    return reply({"status": status, "tags": list(tags_of(request.query)), **answer})
+    return reply({"status": status, "tags": list(tags), **answer})
 
 
 @route("GET /is_sleeping", manages_engine=True, allow_head=False)
@@ -309,6 +356,10 @@ async def collective_rpc(request: web.Request) -> web.Response:
     """Call a method that a part of a plugin offers, on each rank."""
     body = await decode_body(request, WorkerCall)
     engine = request.app[ENGINE]
+    if body.timeout is not None and body.timeout <= 0:
+        raise InvalidRequest(
+            f"timeout: must be more than 0 seconds, got {body.timeout:g}", param="timeout"
+        )
     try:
         results = await engine.collective_rpc(body.method, body.timeout, body.args, body.kwargs)
     except TimeoutError:

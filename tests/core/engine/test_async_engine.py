@@ -17,6 +17,7 @@ from jackfield.core.errors import (
     EngineStopped,
     InvalidRequest,
 )
+from jackfield.core.live.engine_jobs import ReportMemoryUse, Resume, Sleep
 
 from helpers import VOCAB, at_once, make_checkpoint
 
@@ -339,6 +340,15 @@ async def test_an_engine_that_was_not_started_says_so() -> None:
     for method in (engine.render_metrics, engine.reset_prefix_cache):
         with pytest.raises(EngineStopped, match="has not started"):
             await method()
+
+
+async def test_an_engine_that_has_stopped_says_so_to_live_jobs(checkpoint: Path) -> None:
+    engine = AsyncEngine(config(checkpoint))
+    await engine.start()
+    await engine.stop()
+    for job in (ReportMemoryUse(), Sleep(level=1), Resume()):
+        with pytest.raises(EngineStopped, match="is stopping or stopped"):
+            await engine.ask_live(job)
 
 
 @pytest.mark.parametrize("name", ["info", "model_config", "metrics_registry"])

@@ -66,7 +66,11 @@ class Letters:
 
 
 def constraint(
-    grammar: Any = None, generated: tuple[int, ...] = (), gate: Any = None, **params: Any
+    grammar: Any = None,
+    generated: tuple[int, ...] = (),
+    gate: Any = None,
+    barred: tuple[tuple[int, ...], ...] = (),
+    **params: Any,
 ) -> Constraint:
     start = GrammarStart((END,), gate)
     compiled = CompiledGrammar(
@@ -79,7 +83,7 @@ def constraint(
     slot = SlotStart(
         slot=0, request_id="r", token_ids=(9, 9, *generated), num_prompt_tokens=2,
         num_computed_tokens=0, params=SamplingParams(**params), seed=0,
-        stop_token_ids=(END, 33), grammar=start,
+        stop_token_ids=(END, 33), bad_words_token_ids=barred, grammar=start,
     )  # fmt: skip
     return Constraint(slot, compiled, mask_timeout=5.0)
 
@@ -217,3 +221,76 @@ def test_a_model_that_thinks_when_it_likes_may_where_any_text_may_come() -> None
     gate = make_reasoning_gate(parser, {}, tokenizer, free=True)
     assert gate is not None and gate.opening_ids
     assert make_reasoning_gate(parser, {"enable_thinking": False}, tokenizer, free=True) is None
+
+
+# ---------------------------------------------------------------- the request's own lists
+
+
+class Any3(Letters):
+    """Allows 1, 2 and 3 up to three times, and the end at any time but the first."""
+
+    def accept(self, token_ids: Any) -> bool:
+        self.place += len(token_ids)
+        return True
+
+    def fill_bitmask(self, row: np.ndarray) -> None:
+        tokens = [*((1, 2, 3) if self.place < 3 else ()), *((END,) if self.place else ())]
+        row[:] = 0
+        for token in tokens:
+            row[token >> 5] |= 1 << (token & 31)
+
+    def matcher(self) -> Any:
+        return Any3()
+
+    def rollback(self, count: int) -> None:
+        self.place -= count
+
+
+def test_masks_respect_the_lists_and_end_where_nothing_else_is_left() -> None:
+    row_constraint = constraint(Any3(), allowed_token_ids=(2, 3, 71))
+    for _ in range(3):
+        assert allowed(row_constraint) == {2, 3}
+        row_constraint.advance(2)
+    assert allowed(row_constraint) == {END} and row_constraint.failure is None
+    assert allowed(constraint(Any3(), (3,), allowed_token_ids=(3, END))) == {3, END}
+    assert allowed(constraint(Any3(), (3,), allowed_token_ids=(3, END), ignore_eos=True)) == {3}
+    assert allowed(constraint(Any3(), (3,), allowed_token_ids=(71,))) == {END}
+    one_left = constraint(Any3(), (3,), barred=((1,), (3, 2), (3, 3)))
+    assert allowed(one_left) == {END}
+
+
+def test_longer_bad_words_count_for_the_masks_of_drafts_too() -> None:
+    row_constraint = constraint(Any3(), (1,), barred=((1, 2), (2, 1, 3), (3,)))
+    assert allowed(row_constraint) == {1, END}
+    assert row_constraint.mark()
+    for token in (2, 1):
+        row_constraint.advance(token)
+    row_constraint.go_back()
+    assert allowed(row_constraint) == {1, END}
+    assert allowed(constraint(Any3(), (2, 1), barred=((1, 2), (2, 1, 3)))) == {1, END}
+
+
+@pytest.mark.parametrize(
+    ("params", "generated", "param", "words"),
+    [
+        ({"allowed_token_ids": (5,)}, (), "allowed_token_ids", "with guided_json, no token"),
+        ({"allowed_token_ids": (1,)}, (1,), "allowed_token_ids", "after 1 tokens of output"),
+        (
+            {"allowed_token_ids": (1,), "bad_words": ("x",)}, (), "allowed_token_ids",
+            "with bad_words and guided_json, no token is left",
+        ),
+        ({"bad_words": ("x",)}, (), "bad_words", "with guided_json, no token is left"),
+    ],
+)  # fmt: skip
+def test_lists_that_leave_nothing_of_the_grammar_fail_the_request_by_their_fields(
+    params: dict[str, Any], generated: tuple[int, ...], param: str, words: str
+) -> None:
+    structured = StructuredOutputsParams(json={}, field="guided_json")
+    barred = ((1,),) if "bad_words" in params else ()
+    row_constraint = constraint(
+        None, generated, barred=barred, structured_outputs=structured, **params
+    )
+    assert allowed(row_constraint) == EVERYTHING
+    assert row_constraint.failed_param == param
+    assert row_constraint.failure is not None
+    assert row_constraint.failure.startswith(f"{param}: ") and words in row_constraint.failure

@@ -77,7 +77,10 @@ class Step:
 
 
 def started(
-    grammars: Sequence[Counting], threads: int, masks: GrammarMasks | None = None
+    grammars: Sequence[Counting],
+    threads: int,
+    masks: GrammarMasks | None = None,
+    params: Sequence[SamplingParams] = (),
 ) -> GrammarMasks:
     masks = masks or GrammarMasks(
         vocab_size=VOCABULARY, device=torch.device("cpu"), mask_timeout=5.0, threads=threads
@@ -87,7 +90,8 @@ def started(
         masks.start(
             SlotStart(
                 slot=slot, request_id=str(slot), token_ids=(1,), num_prompt_tokens=1,
-                num_computed_tokens=0, params=SamplingParams(), seed=0, grammar=start,
+                num_computed_tokens=0, params=params[slot] if params else SamplingParams(), seed=0,
+                grammar=start,
             ),
             InProcess({slot: CompiledGrammar(start, grammar, token_bytes=lambda _: b"x")}),
         )  # fmt: skip
@@ -278,6 +282,17 @@ def test_a_row_without_an_allowed_token_fails_by_its_field(kind: Any) -> None:
     failed = [constraint for _, constraint in masks.rows(slots) if constraint.failure]
     assert [constraint.failed_param for constraint in failed] == ["structured_outputs"]
     assert "dead end" in masks.failures(masks.rows(slots))[2]
+
+
+@pytest.mark.parametrize("kind", [Counting, Together])
+def test_lists_that_leave_nothing_of_a_grammar_fail_their_request_alone(kind: Any) -> None:
+    params = [SamplingParams(), SamplingParams(allowed_token_ids=(0, 5)), SamplingParams()]
+    masks = started([kind() for _ in params], threads=0, params=params)
+    assert step(masks, [0, 1, 2], 0) == [[0]] * 3
+    rows = step(masks, [0, 1, 2], 1)
+    assert rows[0] == rows[2] == [1]
+    failures = masks.failures(masks.rows([0, 1, 2]))
+    assert set(failures) == {1} and failures[1].startswith("allowed_token_ids: ")
 
 
 @pytest.mark.parametrize("kind", [Counting, Together])

@@ -466,6 +466,7 @@ def test_what_cannot_be_kept_in_fewer_bits_is_refused(
         ({"kv_connector": "file_store", "kv_port": 1}, "kv_port"),
         ("file_store", "kv_transfer_config"),
         (KVTransferConfig(kv_connector="file_store", kv_role="all"), "kv_role"),  # type: ignore
+        ({"kv_connector": "file_store", "member": 1}, "member: the engine sets it"),
     ],
 )
 async def test_a_wrong_kv_transfer_config_stops_the_start(options: Any, word: str) -> None:
