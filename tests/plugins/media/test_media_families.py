@@ -93,7 +93,7 @@ CASES = {
     "none": Case(("Only words here.",), ()),
     "last": Case(("What do you see? ", ""), (Item(5, 48, 100),)),
 }
-FEW = ("one", "two", "side by side", "last")
+FEW = ("two", "last")
 """Of a family whose place among a prompt's tokens is another's, by day."""
 
 
@@ -108,7 +108,10 @@ class Made(NamedTuple):
 
 SLOW = (seeing_models.OCR, seeing_models.PHI, "Phi4MMForCausalLM", "DeepseekOCRForCausalLM")
 """Whose pictures are long: the kit alone tests them by day."""
-NIGHTLY = (*SLOW, "MiniCPMO", *seeing_models.NIGHTLY)
+NIGHTLY = (
+    *SLOW, "Glm4vMoeForConditionalGeneration", "MiniCPMO", "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration", *seeing_models.NIGHTLY,
+)  # fmt: skip
 """And those that differ from another by their text part, or that the fallback serves."""
 
 
