@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hmac
 import http.client
+import itertools
 import json
 import random
 import re
@@ -320,14 +321,16 @@ def nasty_requests() -> Iterator[tuple[str, dict[str, Any]]]:
             yield route, body
 
 
-def test_no_request_crashes_the_engine_or_the_server(server: Any) -> None:
-    """A refusal or an answer, whatever a field holds and whatever fields come together."""
+@pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_request_crashes_the_engine_or_the_server(server: Any, share: int) -> None:
+    """A refusal or an answer, whatever a field holds and whatever fields come together. By day every
+    fourth one."""
     headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
     answered = refused = 0
     # Thousands of requests, for which httpx works longer than the server.
     client = http.client.HTTPConnection(httpx.URL(server.url).netloc.decode(), timeout=300)
     with contextlib.closing(client):
-        for route, body in nasty_requests():
+        for route, body in itertools.islice(nasty_requests(), 0, None, share):
             client.request("POST", route, json.dumps(body), headers)
             with client.getresponse() as response:
                 status, text = response.status, response.read()
@@ -336,7 +339,7 @@ def test_no_request_crashes_the_engine_or_the_server(server: Any) -> None:
             assert server.engine.dead_reason is None, (route, body)
             answered += status == 200
             refused += status == 400
-    assert answered > 300 and refused > 1000
+    assert answered > 300 / share and refused > 1000 / share
     assert server.becomes(lambda engine: engine.stats().kv_blocks_used == 0)
 
 
