@@ -524,7 +524,6 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "TestPeerStore::test_partial_hits_end_at_block_borders",
         "TestPeerStore::test_random_traffic_gives_the_tokens_of_an_engine_without[1]",
     ),
-    "plugins/media/test_media_stages.py": ("test_two_stages_say_what_transformers_says",),
     "plugins/media/test_omni.py": ("test_the_sound_of_a_video[Qwen2_5Omni]",),
     "plugins/media/test_recorded_encoders.py": (
         "test_pictures_of_the_only_size_are_expected[LlavaForConditionalGeneration-160",

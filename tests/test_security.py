@@ -323,8 +323,8 @@ def nasty_requests() -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_request_crashes_the_engine_or_the_server(server: Any, share: int) -> None:
-    """A refusal or an answer, whatever a field holds and whatever fields come together. By day every
-    fourth one."""
+    """A refusal or an answer, whatever a field holds and whatever fields come together; by day of
+    every fourth request."""
     headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
     answered = refused = 0
     # Thousands of requests, for which httpx works longer than the server.

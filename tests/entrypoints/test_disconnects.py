@@ -16,6 +16,7 @@ from serving import MODEL, Server, engine_config, running
 from jackfield.core.loading.checkpoint_folder import EMBEDDED_MODEL
 from jackfield.entrypoints.openai.completions.routes import merge
 
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """On the embedded model."""

@@ -19,6 +19,7 @@ from jackfield import AsyncEngine, EngineConfig, RequestOutput, SamplingParams
 from jackfield.core.engine.input_session import StreamingInput
 from jackfield.core.errors import InvalidRequest
 from jackfield.core.protocols.media import MediaSetup
+from jackfield.core.registry import Plugins
 from jackfield.entrypoints.beam_search import BeamSearch, BeamSearchParams
 from jackfield.plugins.media.llava import Llava
 
@@ -155,7 +156,7 @@ def expected(made: Made, case: Case, new: int = NEW) -> tuple[int, list[int]]:
     return count, out[0, count:].tolist()
 
 
-def engine_of(made: Made, **options: Any) -> AsyncEngine:
+def engine_of(made: Made, plugins: Plugins | None = None, **options: Any) -> AsyncEngine:
     defaults: dict[str, Any] = {
         "max_num_batched_tokens": CHUNKS.get(architecture(made), CHUNK),
         "block_size": 4, "max_model_len": 400, "max_num_seqs": 4,
@@ -168,7 +169,8 @@ def engine_of(made: Made, **options: Any) -> AsyncEngine:
     return AsyncEngine(
         EngineConfig(
             model=str(made.folder), dtype="float32", **{"device": "cpu", **defaults, **options}
-        )
+        ),
+        plugins=plugins,
     )
 
 
