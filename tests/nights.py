@@ -31,6 +31,10 @@ REPEATS: dict[str, tuple[str, ...]] = {
     "core/engine/test_failed_steps.py": (
         "test_transfers_of_failed_steps_and_of_those_not_run_come_to_their_end[has_loads]",
     ),
+    "core/engine/test_input_session.py": (
+        "test_each_input_follows_all_that_came_before[cumulative]",
+    ),
+    "core/engine/test_jobs.py": ("test_the_executor_says_how_many_steps_are_in_flight[3]",),
     "core/engine/test_output_failures.py": (
         "test_an_error_with_one_requests_output_ends_it_alone[EngineMetrics-observe_first_token",
         "test_an_error_with_one_requests_output_ends_it_alone[OutputText-push_token-error]",
@@ -43,6 +47,7 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_triton_backend_equals_transformers[qwen3-moe-selection1-3]",
     ),
     "core/engine/test_pooling.py": (
+        "test_a_mean_over_chunks_survives_preemption[CLS]",
         "test_classifiers_give_the_logits_of_transformers[Bert-1]",
         "test_classifiers_give_the_logits_of_transformers[Gte-1]",
         "test_classifiers_give_the_logits_of_transformers[NomicBert-1]",
@@ -65,11 +70,21 @@ REPEATS: dict[str, tuple[str, ...]] = {
     ),
     "core/engine/test_routed_experts.py": ("test_experts_are_those_that_routers_choose[mixtral]",),
     "core/live/test_mapped_memory.py": ("test_an_engine_says_the_same_after_each_sleep[llama]",),
+    "core/live/test_quiesce.py": ("test_keep_lets_requests_go_on_afterwards[True]",),
     "core/live/test_weight_updates.py": (
         "test_after_an_update_an_engine_says_what_a_fresh_one_does[by_packed_group-options8]",
         "test_after_an_update_an_engine_says_what_a_fresh_one_does[by_tensors-options7]",
         "test_every_layout_is_that_of_a_fresh_engine[llama-options4]",
         "test_every_layout_is_that_of_a_fresh_engine[qwen3-moe-options1]",
+    ),
+    "core/loading/test_checkpoint_config.py": (
+        "test_with_any_one_value_odd_the_outcome_stays_that_of_transformers[minilm]",
+        "test_with_any_one_value_odd_the_outcome_stays_that_of_transformers[mistral-7b]",
+        "test_with_any_one_value_odd_the_outcome_stays_that_of_transformers[qwen2 yarn]",
+        "test_with_any_one_value_odd_the_outcome_stays_that_of_transformers[qwen3 reranker]",
+        "test_with_any_one_value_odd_the_outcome_stays_that_of_transformers[qwen3-30b-a3b]",
+        "test_with_any_one_value_odd_the_outcome_stays_that_of_transformers[qwen3-8b]",
+        "test_with_any_one_value_odd_the_outcome_stays_that_of_transformers[reranker]",
     ),
     "core/loading/test_config_fields.py": ("test_no_value_of_any_field_is_a_bare_error[llama]",),
     "core/parallel/test_pipeline.py": (
@@ -90,7 +105,10 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_a_malformed_frame_ends_its_connection_and_not_the_engine[hello twice]",
         "test_an_error_with_one_requests_output_ends_it_alone[params1]",
     ),
-    "core/scheduling/test_adapters.py": ("test_random_steps[AdapterConnectorMachine]",),
+    "core/scheduling/test_adapters.py": (
+        "test_random_steps[AdapterConnectorMachine]",
+        "test_random_steps[AdapterMachine]",
+    ),
     "core/scheduling/test_compression_state_machine.py": (
         "test_random_steps[CompactingDraftsInWindowsMachine]",
         "test_random_steps[LeveledConnectorMachine]",
@@ -98,11 +116,26 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_random_steps[PressedLevelsMachine]",
         "test_random_steps[PressedWindowsMachine]",
     ),
+    "core/scheduling/test_draft_state_machine.py": (
+        "test_random_steps[DraftsInOneWindowMachine]",
+        "test_random_steps[OneTokenBlocksMachine]",
+        "test_random_steps[PaddedDraftMachine]",
+    ),
     "core/scheduling/test_draft_widths.py": (
         "test_it_is_about_as_fast_as_the_best_width[0.4-32]",
         "test_it_is_about_as_fast_as_the_best_width[0.8-8]",
         "test_the_search_for_drafts_that_never_pay_rests[256]",
     ),
+    "core/scheduling/test_input_embeds.py": ("test_random_steps[MediaMachine]",),
+    "core/scheduling/test_micro_batches.py": (
+        "test_random_traffic_ends[1]",
+        "test_random_traffic_ends[3]",
+        "test_random_traffic_ends[4]",
+    ),
+    "core/scheduling/test_pacing_simulator.py": (
+        "test_the_simulation_says_what_was_measured[33.7]",
+    ),
+    "core/scheduling/test_sources.py": ("test_random_steps[SourceMachine]",),
     "core/worker/test_cache_groups.py": (
         "test_replayed_steps_give_the_same[gemma3]",
         "test_tokens_are_the_same[mistral-window]",
@@ -146,8 +179,16 @@ REPEATS: dict[str, tuple[str, ...]] = {
     "core/worker/test_launches.py": (
         "test_recorded_steps_launch_these_kernels_and_no_more[window]",
     ),
+    "core/worker/test_logprobs_mode.py": (
+        "test_numbers_are_of_the_kind_that_is_asked_for[processed_logits]",
+        "test_numbers_are_of_the_kind_that_is_asked_for[raw_logits]",
+    ),
     "core/worker/test_mixed_graphs.py": (
         "test_a_graph_that_steps_go_without_is_recorded_in_traffic[False]",
+    ),
+    "core/worker/test_processors.py": (
+        "test_wrong_logits_cost_the_processors_own_requests_alone[one row]",
+        "test_wrong_logits_cost_the_processors_own_requests_alone[resized]",
     ),
     "core/worker/test_rejection.py": (
         "test_tokens_have_the_targets_distribution[bias]",
@@ -192,6 +233,10 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_text_alone_launches_what_its_text_part_launches[Qwen2VL]",
     ),
     "entrypoints/bench/test_load.py": ("test_a_closed_loop_keeps_so_many_open_and_no_more[3]",),
+    "entrypoints/test_adapters_api.py": (
+        "test_each_route_takes_an_adapter_and_knows_no_other_name[/api/generate]",
+        "test_each_route_takes_an_adapter_and_knows_no_other_name[/v1/messages/count_tokens]",
+    ),
     "entrypoints/test_chat_fields.py": (
         "test_a_folded_stream_is_the_whole_answer[answer]",
         "test_a_folded_stream_is_the_whole_answer[logprobs]",
@@ -224,6 +269,7 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_special_tokens_open_constrained_calls[auto]",
         "test_strict_tools_are_constrained_when_the_model_calls_them[hermes]",
     ),
+    "entrypoints/test_data_parallel.py": ("test_a_request_is_moved_once[True]",),
     "entrypoints/test_exact_counts.py": (
         "test_a_stream_counts_all_its_tokens[False-/v1/chat/completions-body5",
         "test_a_stream_counts_all_its_tokens[False-/v1/chat/completions-body7",
@@ -250,13 +296,21 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_the_effort_reaches_the_template[high-True high]",
         "test_the_effort_reaches_the_template[minimal-True low]",
     ),
+    "entrypoints/test_responses_tools.py": ("test_a_custom_tools_input_follows_its_format[text]",),
+    "entrypoints/test_speech.py": ("test_other_files_are_read[FLAC-44100-2]",),
     "entrypoints/test_structured_outputs.py": (
         "test_a_dead_end_inside_an_output_is_the_requests_fault[True]",
         "test_a_named_tool_is_called_for_every_seed",
         "test_required_tools_are_called_for_every_seed",
     ),
-    "entrypoints/test_top.py": ("test_a_terminal_is_redrawn_until_interrupted[both]",),
-    "entrypoints/test_waiting_limit.py": ("test_goodput_stays_at_five_times_capacity[few slots]",),
+    "entrypoints/test_top.py": (
+        "test_a_terminal_is_redrawn_until_interrupted[both]",
+        "test_a_terminal_is_redrawn_until_interrupted[vllm]",
+    ),
+    "entrypoints/test_waiting_limit.py": (
+        "test_another_limit_takes_the_place_of_the_default[options1-engine1]",
+        "test_goodput_stays_at_five_times_capacity[few slots]",
+    ),
     "examples/test_adapters_kernels.py": ("test_it_finds_the_kernels_right[9-4-mixed]",),
     "examples/test_part_packages.py": (
         "test_a_group_gets_its_budget[1-drafts]",
@@ -266,8 +320,11 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_large_activations_end_their_request[2]",
     ),
     "kernels/test_adapter_kernels.py": (
+        "test_a_row_is_the_same_in_any_company[12-16-dtype0]",
+        "test_a_row_is_the_same_in_any_company[40-16-dtype0]",
         "test_chunks_that_are_made_late_are_waited_for[40]",
         "test_chunks_that_are_made_late_are_waited_for[5]",
+        "test_every_choice_of_tiles_gives_the_same_product",
     ),
     "kernels/test_attention_kernels.py": (
         "test_decode_of_several_tokens_per_row_equals_its_twin[5-8-2-64-None-3-more0-torch.float32]",
@@ -287,6 +344,7 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_it_equals_its_twin[False-keys and values]",
         "test_it_equals_its_twin[False-of an odd width]",
         "test_it_equals_its_twin[True-a latent's groups]",
+        "test_it_equals_its_twin[True-keys and values]",
     ),
     "kernels/test_uniform_matmul.py": ("test_parts_are_added_in_one_order[True]",),
     "plugins/adapters/test_gguf_adapters.py": (
@@ -295,9 +353,16 @@ REPEATS: dict[str, tuple[str, ...]] = {
     ),
     "plugins/adapters/test_peft.py": (
         "test_logits_are_those_of_peft[DoRA with biases]",
+        "test_logits_are_those_of_peft[all biases]",
+        "test_logits_are_those_of_peft[fractional alpha]",
         "test_logits_are_those_of_peft[no power of two, rsLoRA]",
+        "test_logits_are_those_of_peft[one layer]",
         "test_logits_are_those_of_peft[patterns, rsLoRA]",
+        "test_logits_are_those_of_peft[rank 1]",
         "test_logits_are_those_of_peft[seven linears]",
+        "test_logits_are_those_of_peft[start of MiCA]",
+        "test_logits_are_those_of_peft[start orthogonal]",
+        "test_logits_are_those_of_peft[trained by VeLoRA]",
     ),
     "plugins/adapters/test_served_adapters.py": (
         "test_adapters_of_experts_give_pefts_tokens[mixtral]",
@@ -318,6 +383,10 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "TestTriton::test_add_adapters[float16-4]",
         "TestTriton::test_states_of_16_bits_continue[float16-torch.float16]",
     ),
+    "plugins/conformance/test_speculator_kit.py": (
+        "TestFurther::test_an_engine_serves_the_same_tokens_with_it",
+        "TestSuffix::test_an_engine_serves_the_same_tokens_with_it",
+    ),
     "plugins/executors/test_ranks.py": (
         "test_kv_compression_drops_the_same_tokens[{'kv_compression_ratio': 0.5}]",
         "test_windows_are_compacted_on_two_ranks[key_norm]",
@@ -335,25 +404,51 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "TestMulti::test_random_traffic_gives_the_tokens_of_an_engine_without[1]",
         "TestMulti::test_what_is_damaged",
     ),
+    "plugins/kv_connectors/test_peer_store.py": (
+        "test_what_no_peer_has_promised_is_not_awaited[ticket]",
+        "test_what_no_peer_has_promised_is_not_awaited[transfer]",
+    ),
     "plugins/loaders/test_sharded_state.py": (
         "test_each_rank_loads_what_the_checkpoint_gives_it[llama-2]",
         "test_each_rank_loads_what_the_checkpoint_gives_it[mixtral-2]",
         "test_each_rank_loads_what_the_checkpoint_gives_it[qwen2-2]",
     ),
+    "plugins/media/test_omni.py": ("test_videos_beside_pictures[Qwen2_5Omni]",),
+    "plugins/media/test_phi4_audio.py": ("test_recordings[published]",),
     "plugins/media/test_videos.py": (
         "test_frames_that_callers_give_are_all_read[Glm4v",
         "test_frames_that_callers_give_are_all_read[Qwen2_5_VL",
+        "test_gemma4_reads_frames_as_small_pictures[vision]",
+        "test_videos_of_codecs_are_read_with_av[Glm46V",
     ),
     "plugins/models/test_compacted_families.py": (
         "test_a_prefix_stays_whole_while_its_reader_compacts[DeepseekV3",
         "test_attention_layers_are_compacted_beside_states[Lfm3",
         "test_attention_layers_are_compacted_beside_states[Qwen3NextForCausalLM-snap_kv-more1]",
+        "test_layers_of_different_sizes_are_compacted_in_one_table[more1-gemma4]",
+        "test_rows_of_latents_are_kept[DeepseekV2",
+        "test_rows_of_latents_are_kept[LongcatFlash",
     ),
     "plugins/models/test_fallback.py": (
+        "test_a_model_equals_itself_in_transformers[AXK1ForCausalLM]",
+        "test_a_model_equals_itself_in_transformers[DeepseekV3ForCausalLM]",
+        "test_a_model_equals_itself_in_transformers[ExaoneMoeForCausalLM]",
+        "test_a_model_equals_itself_in_transformers[FlexOlmoForCausalLM]",
+        "test_a_model_equals_itself_in_transformers[Glm4MoeLiteForCausalLM]",
+        "test_a_model_equals_itself_in_transformers[HYV3ForCausalLM]",
+        "test_a_model_equals_itself_in_transformers[Kolibri1ForCausalLM]",
+        "test_a_model_equals_itself_in_transformers[MellumForCausalLM]",
+        "test_a_model_equals_itself_in_transformers[MiniCPM3ForCausalLM]",
+        "test_a_model_equals_itself_in_transformers[SolarOpenForCausalLM]",
+        "test_a_model_equals_itself_in_transformers[YoutuForCausalLM]",
         "test_decode_steps_are_recorded[DeepseekV3ForCausalLM]",
         "test_ranks_compute_together_what_one_does[OlmoeForCausalLM]",
         "test_requests_share_steps_chunks_prefixes_and_blocks[BitNetForCausalLM-14]",
         "test_requests_share_steps_chunks_prefixes_and_blocks[FlintForCausalLM-26]",
+    ),
+    "plugins/models/test_families.py": (
+        "test_a_family_is_the_same_divided_and_changed[GPTJForCausalLM:tied]",
+        "test_a_family_is_the_same_divided_and_changed[Gemma4ForCausalLM:experts]",
     ),
     "plugins/models/test_formulas.py": (
         "test_a_family_is_the_same_divided_and_changed[Step1",
@@ -366,6 +461,7 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_kernels_equal_transformers[LongcatFlashForCausalLM]",
     ),
     "plugins/models/test_leveled_families.py": (
+        "test_attention_layers_have_levels_beside_states[Lfm3",
         "test_attention_layers_have_levels_beside_states[Qwen3NextForCausalLM]",
         "test_latents_have_levels[torch-8:0.7@12,4:0.4@30-key_norm-20-DeepseekV3ForCausalLM]",
         "test_latents_have_levels[torch-8@16,4@40-None-20-DeepseekV2ForCausalLM]",
@@ -373,7 +469,16 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_layers_that_see_all_have_levels_beside_windows[gpt-oss]",
     ),
     "plugins/models/test_mixtures.py": ("test_a_mixture_is_the_same_divided_and_changed[Dbrx",),
-    "plugins/models/test_state_families.py": ("test_stages_keep_the_states_of_their_layers[3]",),
+    "plugins/models/test_state_families.py": (
+        "test_a_family_is_the_same_divided[BambaForCausalLM]",
+        "test_a_family_is_the_same_divided[JambaForCausalLM]",
+        "test_a_family_is_the_same_divided[Lfm2ForCausalLM]",
+        "test_a_family_is_the_same_divided[OlmoHybridForCausalLM]",
+        "test_a_family_is_the_same_divided[Qwen3_5ForCausalLM]",
+        "test_a_family_is_the_same_divided[ZambaForCausalLM]",
+        "test_stages_keep_the_states_of_their_layers[3]",
+        "test_states_have_the_type_that_is_asked_for[float16",
+    ),
     "plugins/models/test_state_launches.py": (
         "test_a_layer_of_one_row_is_one_launch_between_products[NemotronH",
     ),
@@ -381,6 +486,7 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_a_text_part_equals_the_whole_without_images[Ovis2ForConditionalGeneration]",
     ),
     "plugins/models/test_timestamp_rules.py": ("test_tokens_are_those_of_transformers[plain]",),
+    "plugins/models/test_zaya.py": ("test_zaya_equals_transformers[ZayaForCausalLM:longer",),
     "plugins/operations/test_without_triton.py": ("test_a_refusal_names_what_is_missing[triton]",),
     "plugins/parsers/test_think_tags_and_hermes.py": (
         "test_any_cutting_gives_the_same_fold[hermes]",
@@ -398,6 +504,7 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_experts_are_held_whole_in_every_format[TestRoundedAtLoad",
         "test_experts_are_held_whole_in_every_format[TestW4A16Asymmetric",
     ),
+    "plugins/quantization/test_mxfp4.py": ("test_kernels_read_the_weights[7]",),
     "plugins/speculators/test_draft_model.py": (
         "test_a_model_that_drafts_for_itself_is_always_right[gemma3]",
         "test_a_model_that_drafts_for_itself_is_always_right[qwen3]",
@@ -405,11 +512,13 @@ REPEATS: dict[str, tuple[str, ...]] = {
     "plugins/speculators/test_mtp.py": (
         "test_the_layer_drafts_what_transformers_computes[Glm4Moe",
         "test_the_layer_drafts_what_transformers_computes[HYV3",
+        "test_the_layer_drafts_what_transformers_computes[MiMoV2Flash",
     ),
     "plugins/speculators/test_recorded_passes.py": (
         "test_recorded_passes_propose_what_launched_ones_do[medusa",
     ),
     "plugins/speculators/test_updated_drafts.py": (
+        "test_a_draft_model_is_updated_beside_the_model_or_alone[eagle]",
         "test_drafting_layers_of_the_checkpoint_are_updated[by_files]",
         "test_drafts_are_the_same_after_sleep[1]",
     ),
@@ -420,6 +529,19 @@ family, backend, seed or number. By file and the beginning of the name."""
 
 TOGETHER: dict[str, tuple[str, ...]] = {
     "core/adapters/test_adapted_engine.py": ("test_all_members_have_an_adapter_or_none",),
+    "core/engine/test_combinations.py": (
+        "test_what_goes_together_serves[input_embeds and kv_levels",
+        "test_what_goes_together_serves[input_embeds and routed_experts",
+        "test_what_goes_together_serves[kv_compression and adapters",
+        "test_what_goes_together_serves[kv_transfer and input_embeds",
+        "test_what_goes_together_serves[kv_transfer and kv_levels",
+        "test_what_goes_together_serves[recording and batch_invariant",
+        "test_what_goes_together_serves[recording and calculated_scales",
+        "test_what_goes_together_serves[routed_experts and batch_invariant",
+        "test_what_goes_together_serves[routed_experts and kv_levels",
+        "test_what_goes_together_serves[speculation and input_embeds",
+        "test_what_goes_together_serves[speculation and kv_compression",
+    ),
     "core/engine/test_parity.py": ("test_triton_backend_equals_transformers[llama4",),
     "core/grammars/test_hostile_shapes.py": ("test_hostile_shapes_are_served_or_refused[scale1]",),
     "core/loading/test_family_fields.py": (
@@ -439,6 +561,7 @@ TOGETHER: dict[str, tuple[str, ...]] = {
     ),
     "core/worker/test_drafts_of_all_rows.py": (
         "test_mixes_of_rows_give_the_tokens_of_an_engine_without_drafts[KV compression]",
+        "test_mixes_of_rows_give_the_tokens_of_an_engine_without_drafts[sources]",
         "test_mixes_of_rows_give_the_tokens_of_an_engine_without_drafts[states in stages]",
     ),
     "core/worker/test_graphs.py": ("test_work_in_spare_time_leaves_requests_alone",),

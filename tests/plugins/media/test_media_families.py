@@ -110,10 +110,17 @@ class Made(NamedTuple):
 SLOW = (seeing_models.OCR, seeing_models.PHI, "Phi4MMForCausalLM", "DeepseekOCRForCausalLM")
 """Whose pictures are long: the kit alone tests them by day."""
 NIGHTLY = (
-    *SLOW, "Glm4vMoeForConditionalGeneration", "MiniCPMO", "Qwen3VLMoeForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration", *seeing_models.NIGHTLY,
+    *SLOW, "AudioFlamingo3ForConditionalGeneration", "AyaVisionForConditionalGeneration",
+    "Glm46VForConditionalGeneration", "Glm4vMoeForConditionalGeneration",
+    "GlmAsrForConditionalGeneration", "GlmOcrForConditionalGeneration",
+    "KimiVLForConditionalGeneration", "Lfm3VlForConditionalGeneration",
+    "LightOnOcrForConditionalGeneration", "LlavaNextVideoForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration", "MiniCPMO", "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration", "SmolVLMForConditionalGeneration",
+    *seeing_models.NIGHTLY,
 )  # fmt: skip
-"""And those that differ from another by their text part, or that the fallback serves."""
+"""And those that differ from another by their text part or by little of their tower, which the kit
+tests by day, or that the fallback serves."""
 
 
 @pytest.fixture(
