@@ -264,7 +264,6 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_required_calls_are_json_if_the_form_cannot_express_them[None",
         "test_required_calls_are_json_if_the_form_cannot_express_them[hermes-options2]",
         "test_required_calls_follow_their_schemas[qwen3_coder]",
-        "test_responses_hold_calls_the_same_way[hermes]",
         "test_responses_hold_calls_the_same_way[qwen3_coder]",
         "test_special_tokens_open_constrained_calls[auto]",
         "test_strict_tools_are_constrained_when_the_model_calls_them[hermes]",
@@ -281,7 +280,6 @@ REPEATS: dict[str, tuple[str, ...]] = {
         "test_log_probabilities_of_a_request_are_bounded_in_sum[/v1/chat/completions-fits1",
     ),
     "entrypoints/test_messages.py": (
-        "test_sampling_parameters_have_their_effect",
         "test_thinking_and_effort_reach_the_template[fields2",
         "test_thinking_and_effort_reach_the_template[fields3",
     ),
@@ -576,7 +574,6 @@ TOGETHER: dict[str, tuple[str, ...]] = {
     "core/worker/test_kv_levels.py": (
         "test_drafts_see_levels",
         "test_more_requests_run_at_once_in_the_same_bytes",
-        "test_preempted_and_aborted_requests_leave_no_block",
         "test_tokens_are_those_of_a_cache_that_is_rounded_and_cut_by_hand[triton",
     ),
     "core/worker/test_kv_tiers.py": (
@@ -624,7 +621,6 @@ TOGETHER: dict[str, tuple[str, ...]] = {
     "plugins/executors/test_ranks.py": (
         "test_a_prefix_hit_gives_the_same_tokens",
         "test_blocks_come_back_from_host_memory_on_all_ranks",
-        "test_kv_compression_drops_the_same_tokens[{'kv_compression_levels'",
         "test_windows_are_compacted_on_two_ranks[snap_kv]",
     ),
     "plugins/executors/test_ray_executor.py": (
@@ -706,9 +702,6 @@ STRESS: dict[str, tuple[str, ...]] = {
     "core/worker/test_speculation.py": ("test_drafts_leave_the_distribution_as_it_is",),
     "entrypoints/test_structured_outputs.py": (
         "test_a_strict_schema_holds_for_every_seed_and_temperature",
-    ),
-    "entrypoints/test_waiting_limit.py": (
-        "test_goodput_stays_at_five_times_capacity[a cache for a fifth of the slots]",
     ),
     "plugins/kv_connectors/test_builtin_connectors.py": (
         "test_cpu_offload_with_hardly_any_memory",
