@@ -20,7 +20,7 @@ import torch
 from installing import install as install
 from installing import remember_entry_points
 from interpreter import quicken
-from nights import mark_repeats
+from nights import mark_combinations, mark_repeats
 
 # httpx's default of 5 s is too short for a busy machine; only a hang should fail.
 _timeout = httpx.post.__kwdefaults__["timeout"]  # One object, shared by all of httpx's defaults.
@@ -75,6 +75,8 @@ def pytest_collection() -> Generator[None, Any, Any]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_repeats(items)
+    if not torch.cuda.is_available():
+        mark_combinations(items)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sources import imports_of
 
 import jackfield
 from jackfield import hookimpl
@@ -43,7 +44,7 @@ def imports(path: Path) -> set[str]:
     """Absolute names of what a module imports, within the package, and top names of the rest."""
     package = ["jackfield", *path.relative_to(ROOT).parent.parts]
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node, _ in imports_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from sources import imports_of
 
 import jackfield
 
@@ -74,22 +74,13 @@ def _file_of(module: str) -> str | None:
     return next((name for name in (f"{base}.py", f"{base}/__init__.py") if name in FILES), None)
 
 
-def _import_nodes(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import | ast.ImportFrom):
-            yield child
-        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            for other in child.orelse:
-                yield from _import_nodes(other)
-        else:
-            yield from _import_nodes(child)
-
-
 def _imports(name: str, path: Path) -> set[str]:
     """Return the files of this package that one of them imports when it runs."""
     package = ["jackfield", *Path(name).parent.parts]
     files: set[str | None] = set()
-    for node in _import_nodes(ast.parse(path.read_text())):
+    for node, for_types in imports_of(path):
+        if for_types:
+            continue
         if isinstance(node, ast.Import):
             files |= {_file_of(alias.name) for alias in node.names}
             continue

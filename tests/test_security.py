@@ -11,8 +11,10 @@ import contextlib
 import functools
 import hmac
 import http.client
+import itertools
 import json
 import random
+import re
 import resource
 import socket
 import sys
@@ -24,6 +26,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from sources import imports_of, last_name
 
 import jackfield
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
@@ -44,29 +47,38 @@ SOURCES = [
 ]
 
 
-@functools.cache
-def nodes() -> list[tuple[Path, ast.AST]]:
-    """Everything in the package, with its file."""
-    return [(path, node) for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
+CALLED = re.compile(
+    r"\b(?:ClientSession|compile|eval|exec|getoutput|load|popen|subprocess|system)\b"
+)
+"""In the names of the calls that tests ask for."""
 
 
 @functools.cache
 def calls() -> list[tuple[Path, str, ast.Call]]:
-    """Every call in the package: (file, dotted name, node)."""
-    return [
-        (path, ast.unparse(node.func), node) for path, node in nodes() if isinstance(node, ast.Call)
-    ]
+    """Calls in the package by names with CALLED: (file, dotted name, node)."""
+    found = []
+    for path in SOURCES:
+        text = path.read_text()
+        if CALLED.search(text) is None:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and (
+                CALLED.fullmatch(last_name(node.func)) or "subprocess" in text
+            ):
+                found.append((path, ast.unparse(node.func), node))
+    return found
 
 
 @functools.cache
 def imports() -> list[tuple[Path, str]]:
     """Every absolute import in the package: (file, module)."""
     modules = []
-    for path, node in nodes():
-        if isinstance(node, ast.Import):
-            modules += [(path, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            modules.append((path, node.module or ""))
+    for path in SOURCES:
+        for node, _ in imports_of(path):
+            if isinstance(node, ast.Import):
+                modules += [(path, alias.name) for alias in node.names]
+            elif node.level == 0:
+                modules.append((path, node.module or ""))
     return modules
 
 
@@ -309,14 +321,16 @@ def nasty_requests() -> Iterator[tuple[str, dict[str, Any]]]:
             yield route, body
 
 
-def test_no_request_crashes_the_engine_or_the_server(server: Any) -> None:
-    """A refusal or an answer, whatever a field holds and whatever fields come together."""
+@pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_request_crashes_the_engine_or_the_server(server: Any, share: int) -> None:
+    """A refusal or an answer, whatever a field holds and whatever fields come together; by day of
+    every fourth request."""
     headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
     answered = refused = 0
     # Thousands of requests, for which httpx works longer than the server.
     client = http.client.HTTPConnection(httpx.URL(server.url).netloc.decode(), timeout=300)
     with contextlib.closing(client):
-        for route, body in nasty_requests():
+        for route, body in itertools.islice(nasty_requests(), 0, None, share):
             client.request("POST", route, json.dumps(body), headers)
             with client.getresponse() as response:
                 status, text = response.status, response.read()
@@ -325,7 +339,7 @@ def test_no_request_crashes_the_engine_or_the_server(server: Any) -> None:
             assert server.engine.dead_reason is None, (route, body)
             answered += status == 200
             refused += status == 400
-    assert answered > 300 and refused > 1000
+    assert answered > 300 / share and refused > 1000 / share
     assert server.becomes(lambda engine: engine.stats().kv_blocks_used == 0)
 
 

@@ -113,11 +113,12 @@ def written(model: Any, data: bytes, prompt: list[int], most: int) -> list[int]:
     samples, _ = soundfile.read(io.BytesIO(data), dtype="float32")
     extractor = transformers.WhisperFeatureExtractor(chunk_length=1, feature_size=80)
     features = extractor(samples, sampling_rate=RATE, return_tensors="pt").input_features
+    heard = model.get_encoder()(features)
     tokens: list[int] = []
     barred = [TOKEN["<|startoflm|>"], TOKEN["<|startofprev|>"]]
     while len(tokens) < most and tokens[-1:] != [80]:
         ids = torch.tensor([prompt + tokens])
-        logits = model(input_features=features, decoder_input_ids=ids).logits[0, -1]
+        logits = model(encoder_outputs=heard, decoder_input_ids=ids).logits[0, -1]
         logits[barred if tokens else [*barred, 80]] = -torch.inf
         if prompt[-1] != TOKEN["<|notimestamps|>"]:
             [logits] = rules(ids, logits[None])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -270,15 +270,19 @@ def test_core_reads_only_fields_that_most_families_have(num_types: Counter[str])
     assert rare <= OF_ANY | OF_TOOLS
 
 
-def words(path: Path) -> Iterator[str]:
-    """Yield the texts and the names of attributes and arguments in a file."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
-        elif isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, ast.keyword) and node.arg is not None:
-            yield node.arg
+@functools.cache
+def words_of_core() -> set[str]:
+    """Return the texts and the names of attributes and arguments in its files."""
+    found = set()
+    for path in CORE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+            elif isinstance(node, ast.Attribute):
+                found.add(node.attr)
+            elif isinstance(node, ast.keyword) and node.arg is not None:
+                found.add(node.arg)
+    return found
 
 
 def test_no_field_of_a_single_family_is_named_in_core(plugins: Plugins) -> None:
@@ -292,11 +296,11 @@ def test_no_field_of_a_single_family_is_named_in_core(plugins: Plugins) -> None:
                     families[field].add(owner.__module__)
     own = {field for field, modules in families.items() if len(modules) == 1}
     assert len(own) > 20 and {"bskcn_1", "loop_num", "total_ut_steps"} <= own
-    named = {word for path in CORE.rglob("*.py") for word in words(path)}
+    named = words_of_core()
     assert own & named <= OF_CORE
 
 
 def test_no_word_of_core_has_the_name_of_a_family() -> None:
-    named = {word for path in CORE.rglob("*.py") for word in words(path) if word.isidentifier()}
+    named = {word for word in words_of_core() if word.isidentifier()}
     assert len(named) > 1000
     assert {word for word in named if FAMILY.search(word)} == set()

@@ -14,6 +14,7 @@ from jackfield.core.nn.sdpa import sdpa
 
 ROOT = Path(jackfield.__file__).resolve().parent
 CALLERS = {"core/nn/sdpa.py"}
+NAME = "scaled_dot_product_attention"
 
 
 def test_torchs_attention_is_called_in_one_place() -> None:
@@ -22,8 +23,9 @@ def test_torchs_attention_is_called_in_one_place() -> None:
         path.relative_to(ROOT).as_posix()
         for folder in ("core", "plugins", "kernels")
         for path in (ROOT / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr == "scaled_dot_product_attention"
+        if NAME in (text := path.read_text())
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute) and node.attr == NAME
     }
     assert callers == CALLERS
 

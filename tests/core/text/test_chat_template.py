@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jackfield.core.errors import InvalidRequest
-from jackfield.core.text import template_budget, template_sandbox
+from jackfield.core.text import chat_template, template_budget, template_sandbox
 from jackfield.core.text.chat_template import ChatTemplate
 from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.plugins.conformance.clock import growth
@@ -435,6 +435,7 @@ def test_what_looks_into_values_counts_all_that_it_meets(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template_budget, "MAX_STEPS", 2_000)
+    monkeypatch.setattr(chat_template, "_TRIAL_STEPS", 2_000)
     with pytest.raises(InvalidRequest, match="more than 2000 steps"):
         ChatTemplate(source).render(user("x"))
 

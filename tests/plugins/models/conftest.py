@@ -20,10 +20,13 @@ BY_NIGHT = (
 and not the family's."""
 OF_PARTS = (
     "test_a_prefix_hit_gives_the_same_answer",
+    "test_adapters_change_layers_as_in_the_reference",
     "test_any_split_of_the_prompt_gives_the_same_logits[1-1-1-1-1-1-1]",
     "test_every_tensor_of_the_checkpoint_reaches_a_parameter",
+    "test_greedy_tokens_equal_the_reference",
     "test_other_weights_take_the_place_of_the_first",
     "test_ranks_compute_together_what_one_does[4]",
+    "test_stages_compute_one_after_another_what_one_rank_does",
     "test_the_batch_changes_no_bit",
     "test_what_else_is_in_the_batch_changes_nothing",
 )
@@ -46,6 +49,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if first.setdefault(item.path, kit) is kit:
             continue
         split = item.name.startswith(SPLIT) and not item.name.endswith(BY_DAY)
-        of_parts = item.name in OF_PARTS and kit.name not in OWN_PARTS
+        of_parts = item.name.startswith(OF_PARTS) and kit.name not in OWN_PARTS
         if split or of_parts or item.name in BY_NIGHT:
             item.add_marker(pytest.mark.slow)

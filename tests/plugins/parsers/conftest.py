@@ -10,13 +10,16 @@ from jackfield.plugins.conformance.parsers import ParserKit
 
 MECHANISMS = "jackfield.plugins.parsing"
 ONCE_FOR_A_MECHANISM = (
-    "test_a_megabyte_takes_linear_time",
     "test_tiny_pieces_take_linear_time",
-    "test_a_piece_costs_the_same_however_much_came_before",
+    "test_marks_in_any_order_give_the_same_fold",
     "test_no_call_escapes_a_strict_grammar",
 )
-"""How long a text takes, and what gets through a grammar: families differ in marks, and time is
-spent, and calls escape, where they are looked for."""
+"""How long a text takes, what marks mean where none is expected, and what gets through a grammar:
+families differ in marks, and time is spent, and calls escape, where they are looked for."""
+BY_NIGHT = (
+    "test_a_megabyte_takes_linear_time", "test_a_piece_costs_the_same_however_much_came_before",
+)  # fmt: skip
+"""Time that would grow with the text grows with tiny pieces, too, which are tried by day."""
 ONCE_FOR_A_PARSER = ("test_forced_calls_are_read_back", "test_no_text_makes_it_raise")
 """Outputs that do not depend on a family's samples; some names stand for the same parser."""
 WHEREVER_A_SAMPLE_BREAKS_OFF = (
@@ -26,7 +29,7 @@ WHEREVER_A_SAMPLE_BREAKS_OFF = (
 """Their time grows with the square of a sample's length. Families that write the same calls with
 other marks have long samples of much the same length: one of each hundred characters is enough,
 besides every family's samples that are not long."""
-LONG = 150
+LONG = 100
 """Characters of a long sample."""
 BY_DAY = 6
 """Random texts for each property of a parser, at most."""
@@ -66,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         if few:
             kit.examples = min(kit.examples, BY_DAY)
-        if _repeated(kit):
+        if _repeated(kit) or name in BY_NIGHT:
             item.add_marker(pytest.mark.slow)
             continue
         if name in ONCE_FOR_A_MECHANISM:

@@ -200,7 +200,7 @@ async def test_stages_send_what_eagle3_reads(
 async def test_a_last_stage_says_what_a_head_lacks(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_threads, "SECONDS", 5.0)  # The first stage waits for the last one.
+    monkeypatch.setattr(rank_threads, "SECONDS", 0.5)  # The first stage waits for the last one.
     sizes = transformers.LlamaConfig(**{**COMMON, "tie_word_embeddings": False})
     transformers.LlamaForCausalLM(sizes).save_pretrained(target := tmp_path / "target")
     tensors, config = eagle3(Random(2), 80, prefix="midlayer.", own_embeddings=False)
