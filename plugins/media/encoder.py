@@ -16,7 +16,7 @@ from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext
 from ...core.parts.media import PlacedItem
 from ...core.protocols.media import MediaSetup, RopeSections
-from ..models.fallback.build import allocate
+from ..models.fallback.build import allocate, on_meta
 from .processor import NORMALISATION
 
 PREFIXES = ("model.", "thinker.model.", "thinker.", "vlm.model.", "vlm.", "")
@@ -65,11 +65,10 @@ class TransformersEncoder(nn.Module):
     def __init__(self, setup: MediaSetup, build: BuildContext) -> None:
         super().__init__()
         from transformers import PreTrainedModel
-        from transformers.initialization import no_init_weights
 
         config = copy.deepcopy(setup.config)
         config.quantization_config = None
-        with torch.device("meta"), no_init_weights():
+        with on_meta():
             whole = self.create(config, build.dtype)
         for name in self.text_modules:
             if name in whole._modules:

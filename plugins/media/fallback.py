@@ -12,6 +12,7 @@ import torch
 
 from ...core.nn.context import BuildContext
 from ...core.protocols.media import MediaSetup
+from ..models.fallback.build import on_meta
 from .derived import Derived
 from .encoder import EncoderWeights, TransformersEncoder
 from .placement import TEXT_PARTS, FeatureCall, NotPlacedError, feature_call
@@ -82,12 +83,10 @@ class Fallback(Derived):
 
     @classmethod
     def refusal(cls, setup: MediaSetup) -> str | None:
-        from transformers.initialization import no_init_weights
-
         if (reason := super().refusal(setup)) is not None:
             return reason
         try:
-            with torch.device("meta"), no_init_weights():
+            with on_meta():
                 FallbackEncoder.create(setup.config, torch.float32)
         except NotPlacedError as error:
             return str(error)

@@ -4,8 +4,11 @@ replaced.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +26,20 @@ STRETCHED = ("dynamic", "longrope")
 """Ropes whose angles transformers recomputes for the longest sequence of a batch."""
 KINDS = frozenset({"full_attention", "sliding_attention"})
 """Layer types whose attention is defined by its arguments."""
+
+
+_one_at_a_time = threading.RLock()
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """Create modules on "meta", and leave out their initial values.
+
+    One thread at a time: meanwhile `transformers` replaces functions of torch, and of two threads
+    the second would put back what the first had replaced them by.
+    """
+    with _one_at_a_time, torch.device("meta"), no_init_weights():
+        yield
 
 
 def model_class(architecture: str) -> Any:
@@ -48,7 +65,7 @@ def empty_model(config: ModelConfig) -> Any:
     _check_windows(hf_config, config.max_model_len)
     hf_config.output_router_logits = False
     hf_config._attn_implementation = NAME
-    with torch.device("meta"), no_init_weights():
+    with on_meta():
         model = kind(hf_config)
         model.tie_weights()
     model.eval()

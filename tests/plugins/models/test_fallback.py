@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from jackfield.plugins.conformance.paged_model import PagedModel, assert_near
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 from jackfield.plugins.models.fallback.attention import HeadsAttention
+from jackfield.plugins.models.fallback.build import on_meta
 from jackfield.plugins.models.fallback.model import TransformersLM
 from jackfield.plugins.models.fallback.modules import RoutedExperts
 
@@ -472,3 +474,22 @@ def test_weights_have_their_names_in_checkpoints(tmp_path: Path) -> None:
 def test_the_registry_has_one_fallback() -> None:
     registry = load_plugins()["model"]
     assert registry.entry("*").provenance.distribution == "jackfield"
+
+
+def test_threads_that_create_models_leave_torch_as_it_was() -> None:
+    """Engines of one process may start at once."""
+    original = torch.nn.init.normal_
+    inside, leave = threading.Event(), threading.Event()
+
+    def create() -> None:
+        with on_meta():
+            inside.set()
+            leave.wait()
+
+    other = threading.Thread(target=create)
+    with on_meta():
+        other.start()
+        inside.wait(0.1)  # It comes in if nothing holds it back.
+    leave.set()
+    other.join()
+    assert torch.nn.init.normal_ is original
