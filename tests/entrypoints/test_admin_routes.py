@@ -52,15 +52,15 @@ def test_admin_routes_exist_only_where_enabled(
 
 
 def test_admin_routes_need_the_key(checkpoint: Path) -> None:
-    options = ServerOptions(enable_admin=True, api_keys=("secret",))
+    options = ServerOptions(enable_admin=True, api_keys=("a-key-of-an-admin",))
     with running(engine_config(checkpoint, device="cpu"), options) as guarded:
         for method, route in (("POST", "/reset_prefix_cache"), ("GET", "/server_info")):
             assert httpx.request(method, guarded.url + route).status_code == 401
         assert httpx.get(guarded.url + "/load").status_code == 401
         response = httpx.get(
-            guarded.url + "/server_info", headers={"Authorization": "Bearer secret"}
+            guarded.url + "/server_info", headers={"Authorization": "Bearer a-key-of-an-admin"}
         )
-        assert response.status_code == 200 and "secret" not in response.text
+        assert response.status_code == 200 and "a-key-of-an-admin" not in response.text
 
 
 def test_the_prefix_cache_is_forgotten_unless_in_use(server: Server) -> None:

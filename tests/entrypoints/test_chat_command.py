@@ -154,6 +154,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(scripted: Scripted, tmp_
         screen.expect("(stopped)")
         assert scripted.left.wait(SECONDS)
         screen.expect("> ")
+        screen.waits()
         screen.type("half a li\x03")
         screen.expect("(Ctrl-D or /exit ends the conversation)")
         screen.expect("> ")

@@ -137,7 +137,9 @@ def blocks(page: Path) -> str:
 
 
 def test_the_guide_serves_what_it_says() -> None:
-    [config] = served(blocks(GUIDE))
+    first, other, config = served(blocks(GUIDE))
+    for host in (first, other):
+        assert (host.nnodes, host.num_ranks, host.pipeline_parallel_size) == (2, 16, 2)
     assert (config.executor, config.num_ranks, config.pipeline_parallel_size) == ("ray", 16, 2)
 
 
