@@ -33,8 +33,8 @@ class ParallelOptions(ExecutionOptions, frozen=True, kw_only=True):
         str,
         doc(
             "Where ranks run: inprocess (one; uni is the same), processes (one or several of this "
-            "host; mp is the same), ray (on hosts of a Ray cluster), a plugin's, or auto, by their "
-            "number."
+            "host and of nnodes; mp is the same), ray (on hosts of a Ray cluster), a plugin's, or "
+            "auto, by their number."
         ),
     ] = "auto"
     tensor_parallel_size: Annotated[

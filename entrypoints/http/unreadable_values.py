@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from ...core.errors import SHOWN, shortened
 
+MOST_BYTES = 1 << 20
+"""Longer texts are not searched: their parsing would keep the interpreter from other threads."""
 READABLE = 0
 """Stands for any number that can be read."""
 HALF_PAIR = "has half of a surrogate pair, as of a character that was cut"
@@ -35,7 +37,10 @@ class _Object(list[tuple[str, Any]]):
 
 
 def unreadable_value(body: bytes) -> UnreadableValue | None:
-    """Return the first such value of a text; None: there is none, or more is wrong with it."""
+    """Return the first such value of a text; None: there is none, more is wrong with it, or it is
+    longer than MOST_BYTES."""
+    if len(body) > MOST_BYTES:
+        return None
     try:
         value = json.loads(
             body.decode(), parse_int=_integer, parse_float=_number, parse_constant=_constant,

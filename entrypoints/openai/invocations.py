@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
@@ -60,7 +61,7 @@ async def invocations(request: web.Request) -> web.StreamResponse:
     except msgspec.ValidationError:
         raise InvalidRequest("the body is not a JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise not_json(body, error) from None
+        raise await asyncio.to_thread(not_json, body, error) from None
     given = {name for name in Fields.__struct_fields__ if bytes(getattr(fields, name)) != b"null"}
     return await route_of(request.app[ENGINE], given)(request)
 

@@ -173,6 +173,9 @@ class ExecutorKit(Kit):
             assert isinstance(executor_class.data_parallel, bool)
             assert isinstance(executor_class.moves_experts, bool)
             assert isinstance(executor_class.joins_engines, bool)
+            assert isinstance(executor_class.joins_hosts, bool)
+            if executor_class.joins_hosts:
+                assert executor_class.run_host is not Executor.run_host
             for _ in range(2):
                 executor_class.start_ahead(config)
             await asyncio.to_thread(executor_class.initialize_device, config, plugins)

@@ -39,10 +39,10 @@ def connect(address: tuple[str, int], secret: bytes, rank: int) -> socket.socket
     try:
         greeting = GREETING.pack(secrets.token_bytes(NONCE_BYTES), rank)
         connection.sendall(greeting)
-        nonces = greeting + _read(connection, NONCE_BYTES)
+        nonces = greeting + _read(connection, NONCE_BYTES, address)
         connection.sendall(_proof(secret, b"rank", nonces))
         if not hmac.compare_digest(
-            _read(connection, PROOF_BYTES), _proof(secret, b"leader", nonces)
+            _read(connection, PROOF_BYTES, address), _proof(secret, b"leader", nonces)
         ):
             raise NotLetIn(f"who listens at {_shown(address)} does not know the secret")
         connection.settimeout(None)
@@ -53,8 +53,8 @@ def connect(address: tuple[str, int], secret: bytes, rank: int) -> socket.socket
     return connection
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
-    """Return so many bytes. Raises OSError."""
+def _read(connection: socket.socket, size: int, address: tuple[str, int]) -> bytes:
+    """Return so many bytes of the side at an address. Raises OSError."""
     received = b""
     while len(received) < size:
         try:
@@ -63,7 +63,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
             data = b""
         if not data:
             raise NotLetIn(
-                f"{_shown(connection.getpeername())} has another secret, runs another version of "
+                f"{_shown(address)} has another secret, runs another version of "
                 "Jackfield, or has no place for this rank"
             )
         received += data
@@ -74,7 +74,7 @@ def _proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret, side + __version__.encode() + nonces, "sha256")
 
 
-def _shown(address: tuple[object, ...]) -> str:
+def _shown(address: tuple[str, int]) -> str:
     return f"{address[0]}:{address[1]}"
 
 

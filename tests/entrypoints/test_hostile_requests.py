@@ -217,3 +217,11 @@ def test_what_is_not_http_leaves_no_traceback(
         assert record.message.startswith("refused what is not HTTP: 400")
         assert record.exc_info is None and record.levelno == logging.INFO
     assert httpx.get(server.url + "/health").status_code == 200
+
+
+def test_only_texts_of_some_length_are_searched_for_what_cannot_be_read() -> None:
+    """The parser that names the field holds up other threads."""
+    short = b'{"a": [' + b"1," * 100 + b"1e999]}"
+    found = unreadable_value(short)
+    assert found is not None and found.path == "a[100]"
+    assert unreadable_value(short + b" " * MOST_BYTES) is None

@@ -46,14 +46,20 @@ def run_headless(config: EngineConfig, node_rank: int) -> int:
 
 def _start(config: EngineConfig, secret: bytes, rank: int) -> subprocess.Popen[bytes]:
     progress = Progress.create()
-    with _reach(config, secret, rank) as connection:
+    try:
+        connection = connect((config.master_addr, config.master_port), secret, rank)
+    except NotLetIn as error:
+        raise RankFailed(f"rank {rank} is not let in: {error}") from error
+    except OSError as error:
+        raise RankFailed(f"rank {rank}: the first host is gone: {error}") from error
+    with connection:
         process = spawn(MODULE, (connection.fileno(), progress.file.fileno()))
     progress.close()
     return process
 
 
 def _reach(config: EngineConfig, secret: bytes, number: int) -> socket.socket:
-    """Return a connection to rank 0, which may not listen yet."""
+    """Return this host's connection to rank 0, which may not listen yet."""
     address = config.master_addr, config.master_port
     begun = reminded = time.monotonic()
     while True:

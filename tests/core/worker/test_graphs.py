@@ -301,11 +301,8 @@ async def test_a_step_with_the_rows_of_the_last_one_is_launched_by_little(
     assert least[16] < 56, calls
 
 
-async def test_spare_time_records_one_step_after_another(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A request waits for the recording in progress, and not for more."""
-    monkeypatch.setattr(step_graphs, "RECORDING_SECONDS", 0.0)
+def static_engine(checkpoint: Path) -> AsyncEngine:
+    """Return an engine whose steps are recorded on the CPU."""
     plugins = load_plugins()
     plugins.add_plugin(Plugin(), Provenance("tests", "0", "graphs"))
     config = EngineConfig(
@@ -313,7 +310,15 @@ async def test_spare_time_records_one_step_after_another(
         max_model_len=160, max_num_seqs=6, max_num_batched_tokens=128, operations="torch",
         attention_backend="static", executor="static",
     )  # fmt: skip
-    async with AsyncEngine(config, plugins=plugins) as engine:
+    return AsyncEngine(config, plugins=plugins)
+
+
+async def test_spare_time_records_one_step_after_another(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request waits for the recording in progress, and not for more."""
+    monkeypatch.setattr(step_graphs, "RECORDING_SECONDS", 0.0)
+    async with static_engine(checkpoint) as engine:
         executor: Any = engine.core.executor
         graphs = executor._worker._started.graphs
         steps: Any = engine.core.steps
@@ -338,15 +343,8 @@ async def test_a_stopped_engine_keeps_no_recorded_step(
             return replay
 
     monkeypatch.setattr(StaticExecutor, "recorder_class", Noting)
-    plugins = load_plugins()
-    plugins.add_plugin(Plugin(), Provenance("tests", "0", "graphs"))
-    config = EngineConfig(
-        model=str(checkpoint), device="cpu", dtype="float32", skip_tokenizer_init=True,
-        max_model_len=160, max_num_seqs=6, max_num_batched_tokens=128, operations="torch",
-        attention_backend="static", executor="static",
-    )  # fmt: skip
     try:
-        async with AsyncEngine(config, plugins=plugins) as engine:
+        async with static_engine(checkpoint) as engine:
             freeze()
             params = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
             await joining(engine, [([5, 6, n], params) for n in range(3)])
