@@ -14,6 +14,8 @@ import pytest
 from serving import Server, running, save_random
 from serving import engine_config as config
 
+from jackfield.entrypoints.http.unreadable_values import MOST_BYTES, unreadable_value
+
 JSON = {"Content-Type": "application/json"}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 
